@@ -1,1 +1,1 @@
-"""Each op twice: which ops give other bits when they are run again on the same inputs, and what was found."""
+"""Runs each op twice on the same inputs, and reports the ops whose bits differ."""

@@ -1,4 +1,4 @@
-"""BitwiseEquivalenceMode: which ops give other bits when they are run again on the same inputs."""
+"""BitwiseEquivalenceMode: runs each op twice on the same inputs, and reports the ops whose bits differ."""
 
 import warnings
 from collections import Counter
@@ -49,16 +49,16 @@ from det_callbacks.trace.tables.overloads import (
 )
 
 _OWN_NAMESPACES = frozenset({"aten", "quantized", "mkldnn", "onednn", "mkl"})
-"""Torch's own kernels draw from torch's generators only, and have a tag that says so."""
+"""Ops in these namespaces draw from torch's generators only, and have a tag if they draw."""
 MAX_KEPT = 1000
 _Difference = tuple[int, Any, Any]
-"""Number of an output, and what the two runs wrote there."""
+"""Index of an output, and what each of the two runs wrote there."""
 _FILLS = cycle((0x3F, 0xC0))
 """Bytes that fill memory before an op may allocate it: small numbers in all floating-point types."""
 
 
 def why_left_out(func: Any, plan: OpPlan) -> str:
-    """Return why an op is never run twice, "" when it is."""
+    """Return why an op is never run twice; "" if it is."""
     kind = (plan.whole or plan).kind
     if kind is not OpKind.DIGEST:
         return str(kind.value)
@@ -71,37 +71,37 @@ def why_left_out(func: Any, plan: OpPlan) -> str:
 
 
 def _is_foreign(plan: OpPlan) -> bool:
-    """Return whether other code than torch's runs, which may draw from any generator of the process."""
+    """Return whether an op runs code outside torch, which may draw from any generator of the process."""
     return plan.base.partition(".")[0] not in _OWN_NAMESPACES
 
 
 class BitwiseEquivalenceMode:
-    """Run every op of the ``with`` block twice on the same inputs, and report those that gave other bits.
+    """Run every op of the ``with`` block twice on the same inputs, and report the ops whose bits differ.
 
-    An op that did is run a third time: where two of the three runs agree, the mismatch is transient (a
-    flipped bit of the hardware, perhaps). An op that reads memory which ``torch.empty`` allocated and
-    nothing has written is run with other bytes there. NaN payloads and signed zeros count. The program
-    gets the results of the first run; generators and in-place writes are as after one run. What is left
-    out, and the cost: docs/how-to/replay.md.
+    After a mismatch the mode runs the op a third time; if two of the three runs agree, the mismatch is
+    transient (perhaps a flipped bit in hardware). If an op reads unwritten memory of ``torch.empty``,
+    the mode also runs it with different bytes there. NaN payloads and signed zeros count. The program
+    gets the results of the first run, with generators and in-place writes as after one run.
+    docs/how-to/replay.md lists what the mode leaves out, and the cost.
 
-    A mode can be entered again, and adds to its results.
+    You can enter a mode again; it then adds to its results.
 
     Args:
-        raise_on_mismatch: raise at the first op that differs, instead of collecting.
+        raise_on_mismatch: raise at the first op that differs, instead of collecting mismatches.
         model: module that names are relative to; None names outermost modules by their class.
-        base_phase: phase of what runs outside a backward pass and an optimizer's step.
+        base_phase: phase of ops outside a backward pass and an optimizer's step.
 
     Attributes:
-        is_open: whether a block is under way.
-        places: phases and modules of ops; ``places.phase`` is that of what runs outside a backward
+        is_open: whether a block is open.
+        places: phases and modules of ops; ``places.phase`` is the phase of ops outside a backward
             pass.
-        num_ops: ops seen: those compared and those in ``skipped``.
+        num_ops: ops seen, compared or skipped.
         num_compared: ops whose two runs were compared.
-        num_mismatches: outputs found to differ, those that were not kept included.
+        num_mismatches: outputs that differed, including those beyond the first 1000.
         skipped: reason -> ops that were not compared.
 
     Raises:
-        EquivalenceError: from the op, an op differs and ``raise_on_mismatch`` is set.
+        EquivalenceError: the op differs and ``raise_on_mismatch`` is set.
         TraceError: the mode is entered twice.
 
     Example:
@@ -141,10 +141,10 @@ class BitwiseEquivalenceMode:
         self.abandon()
 
     def begin(self) -> None:
-        """Start a block, such as one step: occurrences are counted from its start."""
+        """Start a block, such as one step; occurrences are counted from here."""
         if self.is_open:
             raise TraceError(
-                "BitwiseEquivalenceMode is already open: it runs one block at a time. Leave it before entering again."
+                "BitwiseEquivalenceMode is already open, and runs one block at a time. Leave it before you enter it."
             )
         self._calls.clear()
         self.places.phase = self._base_phase
@@ -163,13 +163,13 @@ class BitwiseEquivalenceMode:
             raise
 
     def finish(self) -> list[OpMismatch]:
-        """End the block; return the mismatches since the last call, at most 1000, and forget them."""
+        """End the block, and return the mismatches since the last call, at most 1000."""
         self.abandon()
         found, self._mismatches = self._mismatches, []
         return found
 
     def abandon(self) -> None:
-        """End the block, whatever state it is in; may be called more than once."""
+        """End the block in any state; may be called more than once."""
         if not self.is_open:
             return
         self.is_open = False
@@ -181,14 +181,14 @@ class BitwiseEquivalenceMode:
             self._fresh.close()
         if mode is not None and (above := mode.leave()) is not None:
             warnings.warn(
-                f"Another dispatch mode ({above}) was opened inside BitwiseEquivalenceMode and left open; what ran up "
-                "to here was compared, and the mode is off from here on. Close that mode first.",
+                f"Another dispatch mode ({above}) was opened inside BitwiseEquivalenceMode and left open. All ops up "
+                "to here were compared; the mode is off now. Close the other mode first.",
                 CoverageWarning,
                 stacklevel=3,
             )
 
     def get_mismatches(self) -> list[OpMismatch]:
-        """Return the mismatches of all blocks so far, in order; the first 1000."""
+        """Return the first 1000 mismatches of all blocks so far, in order."""
         return list(self._mismatches)
 
     def _op(self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -210,7 +210,7 @@ class BitwiseEquivalenceMode:
         if any(issubclass(kind, FakeTensor | FunctionalTensor) for kind in special):
             reason = reason or "no_data"
         elif any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in special):
-            # the ops on the tensors that the class is made of come here again, one by one
+            # the ops on the inner tensors of the class come here again, one by one
             self.skipped["subclass"] += 1
             return NotImplemented
         if (name := HIDDEN_STATES.get(plan.base)) and plan.argument(name, args, kwargs) is not None:
@@ -264,9 +264,9 @@ class BitwiseEquivalenceMode:
                 self._mismatches.append(mismatch)
             if self._raises:
                 raise EquivalenceError(
-                    f"{mismatch}. It was run twice on the same inputs with the same generator states; every op before "
-                    "it gave the same bits twice, as far as they were compared. Use a deterministic op there "
-                    "(det-callbacks ops lists what torch says of its own), or collect all of them with "
+                    f"{mismatch}. It ran twice on the same inputs with the same generator states; all compared ops "
+                    "before it repeated their bits. Use a deterministic op there (det-callbacks ops lists them), or "
+                    "collect all mismatches with "
                     "raise_on_mismatch=False.",
                     mismatch,
                 )
@@ -280,7 +280,7 @@ class BitwiseEquivalenceMode:
             return self._fresh.begin_read(tensors_read(plan, *call), updated)
 
     def _give_back(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Let a call that is not run twice find what it would have found without the mode."""
+        """Give back fresh memory, so that a call that runs once reads what it would read without the mode."""
         if self._fresh:
             with _unseen():
                 for tensor in tensors_in((*args, *kwargs.values())):
@@ -288,7 +288,7 @@ class BitwiseEquivalenceMode:
 
 
 class _Rerun:
-    """One call that is run twice, a third time where these differ, and once more with other unwritten memory."""
+    """One call that runs twice, a third time if the two differ, and once more with different unwritten memory."""
 
     def __init__(self, plan: OpPlan, call: Call, unwritten: Sequence[UnwrittenWords]) -> None:
         self._plan, self._call, self.unwritten = plan, call, unwritten
@@ -338,7 +338,7 @@ class _Rerun:
             self.reason, self.differing = "unreadable", []
 
     def _copies(self) -> list[Call]:
-        """Return the calls of three further runs; in the last, copied memory that is unwritten holds other bytes."""
+        """Return three more calls on copies; in the last, unwritten memory has different bytes."""
         if not self._plan.writes:
             return [self._call] * 3
         with _unseen():
@@ -376,7 +376,7 @@ class _Rerun:
             return RewindPoint(passed, with_python=is_foreign)
 
     def _refill_allocator(self, first: Sequence[Any]) -> None:
-        """Let the next run get other bytes where it allocates what it returns: memory freed last is reused first."""
+        """Have the next run allocate its outputs over different bytes: memory freed last is reused first."""
         written = {id(tensor) for tensor in written_arguments(self._plan, *self._call)}
         with without_function_modes():
             for tensor in first:
@@ -385,13 +385,13 @@ class _Rerun:
                     torch.empty(size, dtype=torch.uint8, device=tensor.device).fill_(next(_FILLS))
 
     def _again(self, call: Call) -> Sequence[Any] | None:
-        """Return what another run of the op wrote, from the same generator states; None when it raised."""
+        """Run the op again from the same generator states; return what it wrote, or None if it raised."""
         args, kwargs = call
         if self._before is not None:
             self._before.put_back()
         try:
             out = self._plan.call(*args, **kwargs)
-        except Exception:  # noqa: BLE001  # whatever an op raises; the first run stands
+        except Exception:  # noqa: BLE001  # whatever an op raises; the first run counts
             return None
         finally:
             if self._after is not None:
@@ -410,7 +410,7 @@ def _differing(first: Sequence[Any], second: Sequence[Any]) -> list[_Difference]
 
 @contextmanager
 def _unseen() -> Iterator[None]:
-    """Keep torch-function modes, too, from seeing what is done to check."""
+    """Hide the ops of the checks, from torch-function modes too."""
     with _no_modes_below(), without_function_modes():
         yield
 

@@ -1,4 +1,4 @@
-"""What running ops again found, as plain data, and the errors that carry it."""
+"""Results of an audit as plain data, and the errors that carry them."""
 
 import json
 from collections.abc import Sequence
@@ -13,23 +13,22 @@ Judgement = Literal["nondeterministic", "transient", "uninitialised"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpMismatch:
-    """One output of an op, at one place, that differed between two runs on the same inputs; a third one followed.
+    """One output of an op that differed between two runs on the same inputs.
 
     Attributes:
-        module: qualified name, "" outside any module, "?" when unknown; of a backward op that of its
-            forward op.
-        occurrence: calls of that op at that place earlier in the block.
-        output: number among what the call wrote: what it returned first, then the arguments it wrote.
-        source: up to four of the user's lines, innermost first; of a backward op those of its forward
+        module: qualified name, "" outside any module, "?" if unknown; a backward op has the module of
+            its forward op.
+        occurrence: number of earlier calls of the op at this place in the block.
+        output: index among what the call wrote: its returns first, then the arguments it wrote.
+        source: up to four lines of user code, innermost first; a backward op has those of its forward
             op.
-        shape: of the first run's output, as ``dtype`` and ``num_elements``; () and a Python class for a
-            number.
-        num_differing: elements whose bits differ; all of them for another shape or dtype, or if not
-            strided.
-        max_ulps: largest distance of two finite elements; None where there is none.
+        shape: shape of the first run's output, as are ``dtype`` and ``num_elements``; a number has ()
+            and its Python class.
+        num_differing: elements whose bits differ; all of them if shape or dtype differs, or if the
+            layout is not strided.
+        max_ulps: largest distance of two finite elements; None if there are none.
         is_transient: whether the third run agrees with the first or with the second.
-        is_uninitialised: whether it repeated itself, but depends on memory that it reads and nothing
-            has written.
+        is_uninitialised: whether the op repeats its bits, but reads memory that nothing has written.
     """
 
     phase: str
@@ -50,7 +49,7 @@ class OpMismatch:
         module = {"": "outside any module", "?": "in an unknown module"}.get(self.module, f"in {self.module}")
         place = f" at {self.source[0]}" if self.source else ""
         distance = "" if self.max_ulps is None else f", by up to {self.max_ulps} ULPs"
-        third = "; of three runs two agree, so it may be transient" if self.is_transient else ""
+        third = "; two of three runs agree, so it may be transient" if self.is_transient else ""
         what = (
             f"{self.op} {module}{place} ({self.phase}): {self.num_differing} of {self.num_elements} elements of output "
             f"{self.output}"
@@ -62,13 +61,13 @@ class OpMismatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditFinding(OpMismatch):
-    """One op that gave other bits when it was run again, with the fields of its first ``OpMismatch``.
+    """One op that gave different bits when it ran again, with the fields of its first ``OpMismatch``.
 
     Attributes:
-        judgement: "transient" when a single call of it differed, and two of three runs agreed;
-            "uninitialised" when it repeats itself, but depends on unwritten memory.
-        steps: in which it differed.
-        num_places: outputs and occurrences of it that differed, all steps together.
+        judgement: "transient" if a single call differed, and two of three runs agreed;
+            "uninitialised" if the op repeats its bits, but depends on unwritten memory.
+        steps: steps in which it differed.
+        num_places: number of its outputs and occurrences that differed, over all steps.
     """
 
     judgement: Judgement
@@ -77,7 +76,7 @@ class AuditFinding(OpMismatch):
 
     @classmethod
     def of(cls, mismatches: Sequence[tuple[int, OpMismatch]]) -> "AuditFinding":
-        """Return what the mismatches of one op in one module and phase, each with its step, come to."""
+        """Return the finding for the mismatches, each with its step, of one op in one module and phase."""
         first = mismatches[0][1]
         calls = {(step, one.occurrence) for step, one in mismatches}
         known = [one.max_ulps for _, one in mismatches if one.max_ulps is not None]
@@ -95,18 +94,18 @@ class AuditFinding(OpMismatch):
 
     @property
     def pattern(self) -> str:
-        """The ``[phase/][module:]op`` that means this op and no other."""
+        """The ``[phase/][module:]op`` pattern that matches only this op."""
         return OpPattern.exactly(self.phase, self.module, self.op)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditReport:
-    """The outcome of an audit.
+    """The result of an audit.
 
     Attributes:
-        num_compared: ops that were run again and compared, all steps together.
-        skipped: why ops were not run again -> how many.
-        findings: what differed, in the order of the first step in which it did.
+        num_compared: number of ops that ran again and were compared, over all steps.
+        skipped: reason -> number of ops that did not run again.
+        findings: ops that differed, ordered by the first step in which they did.
     """
 
     steps: tuple[int, ...]
@@ -126,7 +125,7 @@ class AuditReport:
 
 
 class EquivalenceError(DetCallbacksError):
-    """An op, described by ``mismatch``, gave other bits when it was run again on the same inputs."""
+    """An op, described by ``mismatch``, gave different bits when it ran again on the same inputs."""
 
     exit_code = 1
     _data = ("mismatch",)
@@ -134,7 +133,7 @@ class EquivalenceError(DetCallbacksError):
 
 
 class AuditError(DetCallbacksError):
-    """An audit found something that gives other bits when it is run again; ``report`` says what."""
+    """An audit found ops that do not repeat their bits; ``report`` lists them."""
 
     exit_code = 1
     _data = ("report",)

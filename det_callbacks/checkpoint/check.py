@@ -19,14 +19,14 @@ from det_callbacks.verdict import TensorNumbers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntryDifference:
-    """One entry that is not the same in both.
+    """One entry that differs between the two.
 
-    ``kind`` is "content" (other bits or another value), "structure" (another shape, dtype or type),
-    "missing" (only the reference has it) or "extra".
+    ``kind`` is "content" (different bits or a different value), "structure" (a different shape, dtype
+    or type), "missing" (only the reference has it) or "extra".
     """
 
     section: str  # key of the checkpoint, or "files" of a folder
-    path: str  # "" where the section is one value
+    path: str  # "" if the section is a single value
     kind: str
     reference: str | None = None  # digest, layout, type, or a shortened value
     current: str | None = None  # likewise
@@ -37,20 +37,20 @@ class EntryDifference:
 
     @property
     def name(self) -> str:
-        """Section and path, with the parameter where it is known: "state_dict: net.weight"."""
+        """Section and path, with the parameter if known: "state_dict: net.weight"."""
         name = f"{self.section}: {self.path}" if self.path else self.section
         return name if self.parameter is None else f"{name} ({self.path.rpartition('/')[2]} of {self.parameter})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointReport:
-    """What a checkpoint was compared with, and what differs."""
+    """The result of comparing a checkpoint with its digests or with another checkpoint."""
 
-    path: str  # the reference, of two
-    other: str | None = None  # the one compared with it
-    has_same_bytes: bool  # as the other, or as saved
-    entries: tuple[EntryDifference, ...]  # differing ones
-    missing_files: tuple[str, ...] = ()  # parts of ranks that are gone
+    path: str  # the reference, if two checkpoints were compared
+    other: str | None = None  # the checkpoint compared with it
+    has_same_bytes: bool  # as the other checkpoint, or as when it was saved
+    entries: tuple[EntryDifference, ...]  # those that differ
+    missing_files: tuple[str, ...] = ()  # missing parts of ranks
     sections: Mapping[str, int]  # section -> number of entries compared
     num_tensors: int
     num_bytes: int  # of the file or files
@@ -58,14 +58,14 @@ class CheckpointReport:
 
     @property
     def equal(self) -> bool:
-        """Whether nothing differs. The bytes of two files may, where all they hold is equal."""
+        """Whether nothing differs. Files with different bytes can have equal entries."""
         if self.other is not None:
             return not self.entries
         return self.has_same_bytes and not self.entries and not self.missing_files
 
     @property
     def exit_code(self) -> int:
-        """0 equal, 1 not."""
+        """0 if equal, else 1."""
         return 0 if self.equal else 1
 
     def to_dict(self) -> dict[str, Any]:
@@ -79,20 +79,19 @@ class CheckpointReport:
 def check_checkpoint(path: str | Path, other: str | Path | None = None) -> CheckpointReport:
     """Compare a checkpoint with the digests beside it, or with another checkpoint.
 
-    Reads the file once. If its bytes differ, and for two checkpoints, it is loaded with
-    ``weights_only=True`` to name what differs; that holds one checkpoint in memory, or two.
+    It reads the file once. If the bytes differ, or if you compare two checkpoints, it loads them with
+    ``weights_only=True``, which takes memory for one or two checkpoints.
 
     Args:
-        path: a checkpoint on a disk; a folder, if compared with its digests.
-        other: another checkpoint, compared with the first, which is the reference. Neither needs
-            digests.
+        path: a checkpoint on a disk; a folder only to compare it with its digests.
+        other: a checkpoint to compare with ``path``, the reference. Neither needs digests.
 
     Returns:
-        What differs; ``.equal`` says whether nothing does.
+        What differs; ``.equal`` is True if nothing does.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint, or nothing to compare it with.
-        CheckpointFormatError: a checkpoint, or what lies beside it, cannot be read.
+        CheckpointFormatError: a checkpoint, or a file of its digests, cannot be read.
 
     Example:
         >>> check_checkpoint("checkpoints/last.ckpt").equal  # doctest: +SKIP
@@ -104,8 +103,8 @@ def check_checkpoint(path: str | Path, other: str | Path | None = None) -> Check
     sidecar = read_sidecar(place)
     if sidecar is None:
         raise CheckpointNotFoundError(
-            f"There is nothing to compare {place} with: no {place.name}{SIDECAR} stands beside it. Checkpoints saved "
-            "with DeterminismCallback have one; if this one was copied, copy both.",
+            f"There is nothing to compare {place} with: {place.name}{SIDECAR} is not in its folder. "
+            "DeterminismCallback saves it with each checkpoint; if you copied this checkpoint, copy both files.",
             str(place),
         )
     report = compare_saved(place, sidecar)
@@ -114,13 +113,13 @@ def check_checkpoint(path: str | Path, other: str | Path | None = None) -> Check
 
 
 def compare_saved(place: Path, sidecar: Sidecar) -> CheckpointReport:
-    """Compare a checkpoint with its sidecar; a file is loaded only if its bytes differ."""
+    """Compare a checkpoint with its sidecar; load a file only if its bytes differ."""
     content, found = measure(place)
     has_same_bytes = sidecar.file == content
     if found is None and not has_same_bytes:
         problem = ": its bytes changed since it was saved"
         if content.size < sidecar.file.size:
-            problem = f": it has {content.size:,} bytes, and {sidecar.file.size:,} were saved, so it is truncated"
+            problem = f": it has {content.size:,} of the {sidecar.file.size:,} bytes saved, so it is truncated"
         found = entries_of(_load(place, problem))
     entries = sidecar.entries if found is None else found
     return _report(place, sidecar.entries, entries, content.size, has_same_bytes=has_same_bytes, sidecar=sidecar)
@@ -145,11 +144,11 @@ def _load(place: Path, problem: str = "") -> dict[Any, Any]:
         with place.open("rb") as file:
             checkpoint: dict[Any, Any] = torch.load(file, map_location="cpu", weights_only=True)
         if not isinstance(checkpoint, dict):
-            raise TypeError(f"it holds a {type(checkpoint).__qualname__} and not a checkpoint's dictionary")
+            raise TypeError(f"it holds a {type(checkpoint).__qualname__} instead of a checkpoint's dictionary")
     except Exception as error:  # torch raises anything for a damaged file
         raise CheckpointFormatError(
             f"{place} cannot be read{problem} ({type(error).__name__}: {str(error).partition(chr(10))[0]}). Nothing "
-            "was loaded; use another checkpoint, or restore this one from a copy.",
+            "was loaded. Use another checkpoint, or restore this one from a copy.",
             str(place),
         ) from error
     return checkpoint
@@ -170,8 +169,8 @@ def _existing(path: str | Path) -> Path:
     place = Path(path).resolve()  # the sidecar is beside the file that a link points to
     if not place.exists():
         raise CheckpointNotFoundError(
-            f"There is no checkpoint {path} on this disk. Nothing was compared; look at the name, or copy it here with "
-            "what stands beside it.",
+            f"There is no checkpoint {path} on this disk, so nothing was compared. Check the name, or copy the "
+            "checkpoint here together with the files beside it.",
             str(place),
         )
     return place
@@ -200,7 +199,7 @@ def _layout(entry: Entry) -> str:
 
 
 def _counted(entry: EntryDifference, reference: Any, current: Any) -> EntryDifference:
-    """Add numbers of elements and ULPs, or the values where they are no tensors."""
+    """Add the numbers of elements and ULPs of tensors, or the values of other entries."""
     if entry.kind != "content":
         return entry
     if not (isinstance(reference, Tensor) and isinstance(current, Tensor)):

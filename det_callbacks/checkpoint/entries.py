@@ -1,4 +1,4 @@
-"""Digests of a checkpoint's entries, by name; of other objects only the type is kept."""
+"""Digests of a checkpoint's entries by name; for opaque objects, only the type."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from det_callbacks.digest.host import digest_bytes, format_digest
 from det_callbacks.errors import DetCallbacksError
 
 MAX_FLAT = 1000
-"""Longer containers of plain values are one entry."""
+"""Longer containers of plain values become one entry."""
 
 Entries = Mapping[str, Mapping[str, "Entry"]]
 
@@ -26,7 +26,7 @@ class Entry:
 
 
 def entries_of(checkpoint: Mapping[Any, Any]) -> dict[str, dict[str, Entry]]:
-    """Return the entries of a checkpoint by section (its top-level key) and path; reads every tensor once."""
+    """Return the entries of a checkpoint by section (top-level key) and path; reads every tensor once."""
     leaves = list(walk(checkpoint))
     digests = iter(_digests([value for _, _, value in leaves if isinstance(value, Tensor)]))
     found: dict[str, dict[str, Entry]] = {}
@@ -36,7 +36,7 @@ def entries_of(checkpoint: Mapping[Any, Any]) -> dict[str, dict[str, Entry]]:
 
 
 def walk(checkpoint: Mapping[Any, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Yield section, path and value of each entry; the path is "" if a section is a value."""
+    """Yield section, path and value of each entry; the path is "" if the section itself is a value."""
     for key, value in checkpoint.items():
         for path, leaf in _leaves(value, (id(checkpoint),)):
             yield _key(key), path, leaf
@@ -92,10 +92,10 @@ _ATOMS = (bool, int, float, complex, str, bytes, bytearray, type(None), torch.dt
 
 
 def encode_plain(value: Any) -> bytes | None:
-    """Return the bytes of a plain value, different for different values and types; None for other objects."""
+    """Return bytes that identify a plain value and its type; None for other objects."""
     try:
         return _text(value).encode("utf-8", "surrogatepass")
-    except (TypeError, ValueError, RecursionError):  # also for huge numbers
+    except (TypeError, ValueError, RecursionError):  # huge integers raise ValueError
         return None
 
 
@@ -107,5 +107,5 @@ def _text(value: Any) -> str:
     if isinstance(value, set | frozenset):
         return f"set({', '.join(sorted(map(_text, value)))})"
     if not isinstance(value, list | tuple):
-        raise TypeError(f"{type(value)} is no plain value")
+        raise TypeError(f"{type(value)} is not a plain value")
     return f"{'list' if isinstance(value, list) else 'tuple'}({', '.join(map(_text, value))})"

@@ -1,7 +1,7 @@
 """The files beside a checkpoint: a sidecar ``X.ckpt.digests.json``, and parts ``X.ckpt.resume/rank-00001.state``.
 
-Each holds a digest of itself. Suffixes have no digit: Lightning reads digits after ``hpc_ckpt_`` as
-a version.
+Each contains a digest of itself. Suffixes have no digit, because Lightning reads digits after
+``hpc_ckpt_`` as a version.
 """
 
 import json
@@ -38,7 +38,7 @@ class FileDigest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sidecar:
-    """Digests of one save of a checkpoint."""
+    """The digests of a checkpoint, written when it is saved."""
 
     id: str  # random identity of the save
     file: FileDigest  # of the file, or of all files of a folder
@@ -46,7 +46,7 @@ class Sidecar:
     # "0/state/3" in the optimizers' states -> name
     parameters: Mapping[str, str] = field(default_factory=dict)
     run: Mapping[str, str | None] | None = None  # id, mode and reference of the run, if any
-    step: int | None = None  # the last training batch that ended, from 0
+    step: int | None = None  # last completed training batch, from 0
     epoch: int | None = None  # from 0
     num_ranks: int = 0  # processes that saved a part for an exact resume
     det_callbacks_version: str = field(default_factory=lambda: version("det_callbacks"))
@@ -60,13 +60,13 @@ def read_sidecar(path: Path) -> Sidecar | None:
 
 
 def write_sidecar(path: Path, *, entries: Callable[[], Entries], **content: Any) -> None:
-    """Write the sidecar of a whole checkpoint, atomically; ``entries`` is called for a file."""
+    """Write the sidecar of a complete checkpoint atomically; for a file, call ``entries``."""
     file, files = measure(path)
     _write(beside(path, SIDECAR), seal(Sidecar(file=file, entries=files or entries(), **content)))
 
 
 def measure(path: Path) -> tuple[FileDigest, Entries | None]:
-    """Return the digest of a file, or of a folder with an entry for each of its files."""
+    """Return the digest of a file, or the digest of a folder with an entry for each file."""
     if path.is_file():
         size, digest = digest_file(path)
         return FileDigest(size=size, digest=format_digest(digest)), None
@@ -89,20 +89,20 @@ class DataPosition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """The state of one process that Lightning's checkpoint leaves out; a line of JSON before the tensors."""
+    """The state of one process that Lightning's checkpoint omits; a line of JSON before the tensors."""
 
     id: str  # of the save
     rank: int
-    is_epoch_over: bool  # the epoch's data was used up
-    # before the next batch is drawn; without a position, before the hooks of the next epoch
+    is_epoch_over: bool  # the epoch's data is exhausted
+    # as before the next batch is drawn or, without a position, before the next epoch's hooks
     generators: GeneratorStates
-    idle: tuple[str, ...] | None = None  # generators not used so far; None if unknown
+    idle: tuple[str, ...] | None = None  # generators not used yet; None if unknown
     position: DataPosition | None = None  # None if the next epoch had not begun
-    values: Mapping[str, Any] = field(default_factory=dict)  # what loading must bring back, by name
-    # number -> state of a ReduceLROnPlateau, and its optimizer's learning rates
+    values: Mapping[str, Any] = field(default_factory=dict)  # what loading must restore, by name
+    # index -> state of a ReduceLROnPlateau, and its optimizer's learning rates
     plateaus: Mapping[str, tuple[dict[str, Any], list[float]]] = field(default_factory=dict)
-    buckets: tuple[tuple[str, ...], ...] = ()  # of DDP; empty for those of a new DDP
-    syncs_buffers: bool = True  # whether DDP's next forward pass sends buffers
+    buckets: tuple[tuple[str, ...], ...] = ()  # of DDP; empty if they are those of a new DDP
+    syncs_buffers: bool = True  # whether DDP's next forward pass broadcasts buffers
     problems: tuple[str, ...] = ()  # why an exact resume is impossible
     tensors: str = ""  # digest of the safetensors that follow
     schema: int = SCHEMA
@@ -119,14 +119,14 @@ def write_part(path: Path, part: Part, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read_part(path: Path, sidecar: Sidecar, rank: int) -> tuple[Part, dict[str, Tensor]] | None:
-    """Return what a rank saved; None if it is missing, or of another save."""
+    """Return what a rank saved; None if it is missing, or from a different save."""
     place = part_path(path, rank)
     if not place.exists():
         return None
     line, end, content = place.read_bytes().partition(b"\n")
     part = unseal(line + end, place, Part)
     if part.tensors != _digest_of(content):
-        raise _damaged(place, "its tensors are not what their digest says")
+        raise _damaged(place, "its tensors do not match their digest")
     return (part, safetensors.torch.load(content)) if (part.id, part.rank) == (sidecar.id, rank) else None
 
 
@@ -140,21 +140,21 @@ def seal(content: Any) -> bytes:
 
 
 def unseal(raw: bytes, path: Path, kind: type[Content]) -> Content:
-    """Return what was sealed; raises ``CheckpointFormatError`` if damaged, or of another version."""
+    """Return the sealed content; raise ``CheckpointFormatError`` if it is damaged, or has another version."""
     try:
         content = json.loads(raw)
     except (ValueError, RecursionError):
         content = None
     plain = {**content} if isinstance(content, dict) else {}
     plain.pop("digest", None)
-    # the digest first: a flipped bit in a version is damage
+    # the digest first: a flipped bit in the version is damage
     if seal(plain) != raw:
-        raise _damaged(path, "its content is not what its digest says")
+        raise _damaged(path, "its content does not match its digest")
     for name, known in (("schema", SCHEMA), ("digest_version", DIGEST_VERSION)):
         if plain.get(name) != known:
             raise CheckpointFormatError(
-                f"{path} has {name} {plain.get(name)!r}, and this version of det_callbacks reads {known}. The "
-                "checkpoint itself was not looked at. Use the version that saved it, or save it again.",
+                f"{path} has {name} {plain.get(name)!r}, but this version of det_callbacks reads {known}. Use the "
+                "version that saved the checkpoint, or save it again.",
                 str(path),
             )
     try:
@@ -170,14 +170,14 @@ def _encode(content: Mapping[str, Any]) -> bytes:
 
 def _damaged(path: Path, what: str) -> CheckpointFormatError:
     return CheckpointFormatError(
-        f"{path} is damaged: {what}. Nothing was loaded; restore this file from a copy, or delete it and resume with "
-        'resume="plain", which does without it.',
+        f"{path} is damaged: {what}. Nothing was loaded. Restore this file from a copy, or delete it and resume with "
+        'resume="plain", which does not need it.',
         str(path),
     )
 
 
 def is_remote(path: str | Path) -> bool:
-    """Return whether a path is a URL, which gets no digests."""
+    """Return whether a path is a URL; checkpoints there get no digests."""
     return "://" in str(path)
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint that is about to be loaded, compared with the digests beside it."""
+"""Compares a checkpoint with the digests beside it before it is loaded."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from det_callbacks.report.tensors import mismatch_text
 
 
 def require_saved(place: Path) -> Sidecar | None:
-    """Return the sidecar of a checkpoint, if any; raise ``CheckpointMismatchError`` if they differ."""
+    """Return the sidecar of a checkpoint, if any; raise ``CheckpointMismatchError`` if it does not match."""
     sidecar = read_sidecar(place)
     if sidecar is not None and not (report := compare_saved(place, sidecar)).equal:
         names = tuple(entry.name for entry in report.entries)
@@ -18,4 +18,4 @@ def require_saved(place: Path) -> Sidecar | None:
 
 
 def unchecked_line(path: str | Path) -> str:
-    return f"det_callbacks: {path} was loaded unchecked: no digests stand beside it"
+    return f"det_callbacks: {path} was loaded unchecked: it has no digests beside it"

@@ -1,4 +1,4 @@
-"""Tensor -> 64 bits, whatever the tensor is made of (``docs/explanation/digest.md``), unnoticed by the program."""
+"""Tensor -> 64 bits, for any kind of tensor (``docs/explanation/digest.md``), without the program noticing."""
 
 import struct
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ SPARSE_PARTS: Mapping[torch.layout, tuple[str, ...]] = {
     **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), _BY_COLUMNS),
 }
 
-# Copied as integers: float8, sub-byte and bits dtypes have few ops, and NaNs stay as they are.
+# Copied as integers, because float8, sub-byte and bits dtypes have few ops, and to preserve NaNs.
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -48,12 +48,13 @@ def digest_tensor(tensor: torch.Tensor) -> int:
     """Return the 64-bit digest of a tensor's elements in row-major order.
 
     Equal tensors of one dtype and shape have equal digests on every device and with any strides.
-    Contiguous host tensors are read in place, at about 1 microsecond or memory speed; others are
-    copied, those of a device to the host.
+    It reads contiguous host tensors in place (1 microsecond, or memory speed), and copies others,
+    device tensors to the host.
 
     Raises:
-        TypeError: no tensor, or one without data (meta, fake, functional, batched, uninitialised).
-        DetCallbacksError: its storage is freed or shorter than the tensor.
+        TypeError: not a tensor, or a tensor without data (meta, fake, functional, batched,
+            uninitialised).
+        DetCallbacksError: the storage is freed, or too small for the tensor.
 
     Example:
         >>> import torch
@@ -65,12 +66,12 @@ def digest_tensor(tensor: torch.Tensor) -> int:
 
 
 def digest_output(tensor: torch.Tensor) -> int:
-    """Return ``digest_tensor``, of a dense tensor in memory order: a copy costs five digests."""
+    """Return ``digest_tensor``, but of a dense tensor in memory order: a copy costs five digests."""
     return value_of(tensor_bits(tensor, None, memory_order=True), {})
 
 
 def tensor_bits(tensor: torch.Tensor, deferred: DeferredDigests | None, *, memory_order: bool = False) -> Bits:
-    """Return ``digest_tensor`` or ``digest_output``, queued in ``deferred`` where a device computes it."""
+    """Return ``digest_tensor`` or ``digest_output``, queued in ``deferred`` if a device computes it."""
     span = None if num_function_modes() else _span(tensor, memory_order)
     if span is not None:
         return digest_memory(*span)
@@ -79,7 +80,7 @@ def tensor_bits(tensor: torch.Tensor, deferred: DeferredDigests | None, *, memor
 
 
 def digest_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return ``digest_tensor`` of each; device tensors are fetched together, large host tensors use two threads."""
+    """Return ``digest_tensor`` of each; fetches device tensors together, digests large host tensors in two threads."""
     deferred = DeferredDigests()
     with unobserved():
         found = [_span(tensor, False) or _digest(tensor, deferred, memory_order=False) for tensor in tensors]
@@ -89,7 +90,7 @@ def digest_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _span(tensor: torch.Tensor, memory_order: bool) -> tuple[int, int] | None:
-    """Return (address, number of bytes) of a plain host tensor that lies there in the order asked for, else None."""
+    """Return (address, number of bytes) of a plain host tensor stored in the requested order, else None."""
     if (
         type(tensor) not in _PLAIN_TYPES
         or not tensor.is_cpu
@@ -158,8 +159,8 @@ def _components(tensor: torch.Tensor, deferred: DeferredDigests | None) -> list[
         parts = inner_tensors(tensor)
     elif not is_plain and tensor.layout is torch.strided and tensor.nbytes and not memory_address(tensor):
         raise TypeError(
-            f"cannot digest a {type(tensor).__qualname__}: it has no memory of its own and no __tensor_flatten__ "
-            "that says where its data is; digest the tensors in it, or give the class a __tensor_flatten__"
+            f"cannot digest a {type(tensor).__qualname__}: it has no storage, and no __tensor_flatten__ that names "
+            "its inner tensors; digest the tensors in it, or give the class a __tensor_flatten__"
         )
     elif tensor.is_quantized and tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
         parts = [tensor.int_repr()]
@@ -180,17 +181,17 @@ def _components(tensor: torch.Tensor, deferred: DeferredDigests | None) -> list[
     else:
         raise TypeError(
             f"cannot digest a tensor of layout {tensor.layout}: strided, sparse, mkldnn and nested layouts are "
-            "supported; digest the tensors it is made of instead"
+            "supported; digest its inner tensors instead"
         )
     return [*(_digest(part, deferred, memory_order=False) for part in parts), *ends]
 
 
 def inner_tensors(wrapper: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors that a wrapper subclass is made of, once they have arrived."""
+    """Return the inner tensors of a wrapper subclass, once they have arrived."""
     names, _ = wrapper.__tensor_flatten__()  # type: ignore[attr-defined]  # of subclasses only
     if wrapper.layout is torch.jagged:
         names = [name for name in names if name not in JAGGED_CACHES]
-    # a DTensor's list names its device mesh, too
+    # the list of a DTensor includes its device mesh
     inner = [part for part in (getattr(wrapper, name) for name in names) if isinstance(part, torch.Tensor)]
     if not inner:
         raise TypeError(
@@ -198,7 +199,7 @@ def inner_tensors(wrapper: torch.Tensor) -> list[torch.Tensor]:
             "that hold its data"
         )
     if isinstance(wrapper, AsyncCollectiveTensor):
-        # the wrapper's own ``wait`` would suppress the program's later one, which modes see
+        # the wrapper's ``wait`` would suppress the program's later wait, which modes see
         return [torch.ops._c10d_functional.wait_tensor(part) for part in inner]
     return inner
 
@@ -215,7 +216,7 @@ def _combined(components: Sequence[int]) -> int:
 
 
 def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Return whether strides describe a permutation of a contiguous tensor: no holes and no overlap."""
+    """Return whether strides describe a permutation of a contiguous tensor, without holes or overlap."""
     expected = 1
     for step, length in sorted((step, length) for step, length in zip(stride, shape, strict=True) if length != 1):
         if length == 0:
@@ -228,7 +229,7 @@ def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 def _require_data(tensor: torch.Tensor) -> None:
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"a digest is taken of a tensor, not of a {type(tensor).__qualname__}")
+        raise TypeError(f"cannot digest a {type(tensor).__qualname__}: it is not a tensor")
     is_wrapped = is_transformed(tensor)
     kinds = {
         "fake": isinstance(tensor, FakeTensor),
@@ -239,13 +240,13 @@ def _require_data(tensor: torch.Tensor) -> None:
     }
     for kind in (kind for kind, is_so in kinds.items() if is_so):
         raise TypeError(
-            f"a {kind} tensor is not data: it stands for elements that are not there to be digested; take the digest "
-            "where real tensors flow, outside of tracing, transforms and deferred initialisation"
+            f"a {kind} tensor is not data: it has no elements to digest; take the digest of real tensors, outside "
+            "tracing, transforms and deferred initialisation"
         )
 
 
 def require_storage(tensor: torch.Tensor) -> None:
-    """Raise where reading the tensor would read memory that it does not have."""
+    """Raise if the tensor extends beyond its storage."""
     if not tensor.numel():
         return
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -254,17 +255,17 @@ def require_storage(tensor: torch.Tensor) -> None:
     if held < needed or not memory_address(tensor):
         raise DetCallbacksError(
             f"cannot digest a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype}: it needs {needed} bytes "
-            f"of storage and {held} are there (a sharded parameter is freed between its uses); its shape and dtype are "
-            "intact; digest it while it is materialised, or digest the local shards"
+            f"of storage, which has {held} (a sharded parameter is freed between its uses); digest it while it is "
+            "materialised, or digest the local shards"
         )
 
 
 def tensor_numbers(label: TensorNumbers, reference: torch.Tensor, current: torch.Tensor) -> TensorNumbers:
-    """Return a label with how far two strided tensors differ; they are copied to the host."""
+    """Return the label with the distance of two strided tensors, which are copied to the host."""
     if any(one.layout is not torch.strided or one.is_quantized or one.is_nested for one in (reference, current)):
-        raise ValueError("only ordinary strided tensors have numbers; compare what these are made of")
+        raise ValueError("only ordinary strided tensors have numbers; compare the inner tensors")
     if reference.shape != current.shape or reference.dtype != current.dtype:
-        raise ValueError("tensors of two dtypes or shapes have no elements in common")
+        raise ValueError("tensors of different dtypes or shapes have no elements in common")
     label = replace(label, shape=tuple(reference.shape), dtype=str(reference.dtype).removeprefix("torch."))
     return numbers_of_bytes(label, host_bytes(reference), host_bytes(current))
 

@@ -1,9 +1,9 @@
 """Memory of the host -> 64 bits: DIGEST_VERSION 1, on the ``xxhash`` library.
 
-The bytes are cut in leaves of 256 KiB (no bytes are one leaf of zero bytes). Each leaf is zero-padded
-to a multiple of 1,024 bytes and hashed with XXH3-64, seed 0. Where there is more than one, the
-little-endian hashes are the bytes of the next level. So a GPU can hash whole blocks in parallel. The
-number of bytes is no part of the digest: shape and dtype tell it.
+The bytes are split into leaves of 256 KiB (no bytes are one leaf of zero bytes). Each leaf is
+zero-padded to a multiple of 1,024 bytes and hashed with XXH3-64, seed 0. If there are several leaves,
+their little-endian hashes are the bytes of the next level, so a GPU can hash blocks in parallel. The
+digest omits the number of bytes, which shape and dtype give.
 """
 
 import ctypes
@@ -26,21 +26,21 @@ DIGEST_VERSION = 1
 BLOCK_BYTES = 1024
 LEAF_BYTES = 256 * 1024
 THREADED_BYTES = 16 * 1024 * 1024  # below, a second thread costs more than it saves
-_PIECE_BYTES = 8 * LEAF_BYTES  # of a thread at a time: under 1 ms
+_PIECE_BYTES = 8 * LEAF_BYTES  # for a thread at a time: under 1 ms
 _PADDING = bytes(BLOCK_BYTES)
-_COPIED_BYTES = 8 * BLOCK_BYTES  # smaller buffers are copied, which is quicker than finding their address
+_COPIED_BYTES = 8 * BLOCK_BYTES  # copying a smaller buffer is faster than finding its address
 
 
 @functools.cache  # at most 1,279 lengths: up to 1,024, and its multiples up to a leaf
 def _reader(num_bytes: int) -> "Callable[[int], ctypes.Array[ctypes.c_char]]":
-    """Return what lays a ctypes array over an address, at a fifth of the cost of string_at."""
+    """Return a function that makes a ctypes array at an address, at a fifth of the cost of string_at."""
     return (ctypes.c_char * num_bytes).from_address
 
 
 def digest_memory(address: int, nbytes: int) -> int:
-    """Return the 64-bit digest of host memory; 0.2 microseconds, or at memory speed, from 16 MiB on in two threads.
+    """Return the 64-bit digest of host memory: 0.2 microseconds, or memory speed; in two threads from 16 MiB.
 
-    The memory must be readable over the whole length and must not change meanwhile.
+    The memory must be readable over the whole length, and must not change during the call.
     """
     if nbytes > LEAF_BYTES:
         if nbytes < THREADED_BYTES:
@@ -58,7 +58,7 @@ def digest_memory(address: int, nbytes: int) -> int:
 
 
 def digest_rows(address: int, num_rows: int, nbytes: int) -> list[int]:
-    """Return the digest of each of the rows that follow one another in host memory; 0.2 microseconds each."""
+    """Return the digest of each row of contiguous host memory; 0.2 microseconds each."""
     if 0 < nbytes < BLOCK_BYTES:
         content = np.frombuffer(ctypes.string_at(address, num_rows * nbytes), dtype=np.uint8)
         padded = np.zeros((num_rows, BLOCK_BYTES), dtype=np.uint8)
@@ -82,7 +82,7 @@ def digest_bytes(buffer: "Buffer") -> int:
 
 
 def digest_file(path: Path) -> tuple[int, int]:
-    """Return how many bytes a file has, and their digest."""
+    """Return the size of a file in bytes, and its digest."""
     num_bytes, hashes = 0, []
     with path.open("rb") as file:
         while leaf := file.read(LEAF_BYTES):
@@ -92,9 +92,9 @@ def digest_file(path: Path) -> tuple[int, int]:
 
 
 def digest_spans(spans: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the digest of each (address, number of bytes); from 16 MiB in all on, in two threads.
+    """Return the digest of each (address, number of bytes); uses two threads from 16 MiB in total.
 
-    The second thread ends with the call, so that no pool is left for a fork or the interpreter's end.
+    The second thread ends with the call, so that no pool exists at a fork or at exit.
     """
     if sum(nbytes for _, nbytes in spans) < THREADED_BYTES:
         return [digest_memory(address, nbytes) for address, nbytes in spans]
@@ -111,7 +111,7 @@ def digest_spans(spans: Sequence[tuple[int, int]]) -> list[int]:
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="det_callbacks-digest") as pool:
         try:
             second = [pool.submit(hash_some)]
-        except RuntimeError:  # the process is at its limit, or the interpreter is ending
+        except RuntimeError:  # the process is at its thread limit, or the interpreter is exiting
             second = []
         found = dict(chain(hash_some(), *(future.result() for future in second)))
     leaves = chain.from_iterable(found[index] for index in range(len(pieces)))

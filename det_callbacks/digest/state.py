@@ -1,4 +1,4 @@
-"""StateDigest answers "did both start from the same weights?"."""
+"""StateDigest: the digests of a state, to compare the weights of two runs."""
 
 import dataclasses
 import json
@@ -23,13 +23,13 @@ _Entry = tuple[str, Tensor | bool | int | float]
 class StateDigest:
     """The digests of a state's tensors, by name.
 
-    Two are equal when they have the same names, and under each the same bits, dtype and shape.
+    Two are equal if they have the same names, with the same bits, dtype and shape for each.
 
     Attributes:
-        digest: of names, dtypes, shapes and bits; 16 hexadecimal digits.
-        tensors: name -> digest of its elements, as ``digest_tensor`` gives it and ``det-callbacks
+        digest: digest of names, dtypes, shapes and bits; 16 hexadecimal digits.
+        tensors: name -> digest of its elements, as ``digest_tensor`` returns it and ``det-callbacks
             show`` prints it.
-        layouts: name -> dtype and shape, "float32 [64, 768]"; the type of what is no tensor.
+        layouts: name -> dtype and shape, "float32 [64, 768]"; for a number, its type.
     """
 
     digest: str
@@ -37,7 +37,7 @@ class StateDigest:
     layouts: Mapping[str, str] = field(hash=False)
 
     def differing(self, other: "StateDigest") -> tuple[str, ...]:
-        """Return the names under which two states differ, in the order of this one; missing names differ.
+        """Return the names that differ or are in one state only, in the order of this state.
 
         Example:
             >>> import torch
@@ -53,17 +53,17 @@ class StateDigest:
 def digest_state(state: nn.Module | Mapping[Any, Any]) -> StateDigest:
     """Return the digests of a module's parameters and buffers, or of the tensors and numbers of a nested dict.
 
-    A module has its parameters, then all buffers, by the names of its ``state_dict``; a tied tensor has
-    an entry for each of its names. A ``state_dict``, of an optimizer too, or any other mapping is
-    searched in mappings, lists, tuples and dataclasses, names joined by points ("state.0.exp_avg"), at
-    most 20 levels deep; texts and other objects are left out.
+    For a module these are its parameters, then all buffers, by their names in ``state_dict``; a tied
+    tensor has an entry for each name. In a mapping, such as the ``state_dict`` of an optimizer, it
+    searches mappings, lists, tuples and dataclasses up to 20 levels deep, joins names by dots
+    ("state.0.exp_avg"), and skips strings and other objects.
 
-    Costs one pass over the memory, large states in two threads. Tensors of other devices are copied to
-    the host, one at a time. Of a DTensor it is this rank's shard.
+    It costs one pass over the memory, with two threads for large states. It copies device tensors to
+    the host, one at a time. For a DTensor it digests this rank's shard.
 
     Raises:
-        TypeError: it is neither, or a tensor in it has no data (meta, fake, uninitialised); the tensor
-            is named.
+        TypeError: ``state`` is neither, or a tensor in it, which the message names, has no data (meta,
+            fake, uninitialised).
         DetCallbacksError: a tensor's storage is freed, or two entries have the same name.
 
     Example:
@@ -86,7 +86,7 @@ def digest_state(state: nn.Module | Mapping[Any, Any]) -> StateDigest:
     layouts: dict[str, str] = {}
     for (name, value), digest in zip(entries, _digests(entries), strict=True):
         if name in tensors:
-            raise DetCallbacksError(f"Two entries of the state are called {name!r}, so neither could be named.")
+            raise DetCallbacksError(f"Two entries of the state have the name {name!r}. Rename one.")
         tensors[name] = format_digest(digest)
         layouts[name] = type(value).__name__
         if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""Taking digests without the program noticing."""
+"""Hides the taking of digests from the program."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +8,6 @@ from det_callbacks.internals.torch import below_autograd, without_dispatch, with
 
 @contextmanager
 def unobserved() -> Iterator[None]:
-    """Keep torch-function modes, transforms, dispatch modes and autograd from seeing what is done inside."""
+    """Hide everything inside from torch-function modes, transforms, dispatch modes and autograd."""
     with without_function_modes(), without_transforms(), without_dispatch(), below_autograd():
         yield

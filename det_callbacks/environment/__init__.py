@@ -1,1 +1,1 @@
-"""What of this process and this machine can change the bits of a run: what is installed, in force, and drawn from."""
+"""Facts about this process and machine that can change a run's bits: packages, settings, generators."""

@@ -1,7 +1,7 @@
-"""Captures what can change the bits of a run: machine, choices, code and command.
+"""Captures everything that can change the bits of a run: machine, choices, code and command.
 
-An entry is a *choice* or a *machine* fact, and changes bits only if it acts by itself: a value of
-the configuration acts through the option that it became.
+An entry is a *choice* or a *machine* fact. It changes bits only if it acts by itself: a configuration
+value acts through the option that it sets.
 """
 
 import enum
@@ -53,8 +53,8 @@ _IDLE_FACTS = (  # change no bits by themselves
     *("gpu.count", f"{DIGEST}cuda", *(f"env.{name}" for name in _THREAD_VARIABLES)),
     "cpu.count",  # acts through the number of threads
     LOST,
-    "torch.num_interop_threads",  # runs whole ops side by side
-    "det_callbacks.version",  # tested: a trace changes no bits
+    "torch.num_interop_threads",  # runs complete ops in parallel
+    "det_callbacks.version",  # a trace changes no bits (tested)
 )
 _DETERMINISM_VARIABLES = (
     *("FLASH_ATTENTION_DETERMINISTIC", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "PYTHONHASHSEED"),
@@ -67,7 +67,7 @@ _SECRET = re.compile(
     r"|^token$|(?:api|access|auth|bearer|hub|hf|github|gitlab|wandb|comet|neptune)_?token$",
     re.IGNORECASE,
 )
-# absolute paths and addresses, which say who and where
+# absolute paths and addresses, which identify users and machines
 _PLACE = re.compile(r"(?<![\w.])(?:[A-Za-z][\w+.-]*://|~?/(?=\w)|[A-Za-z]:[\\/])[^\s'\",;)\]}]*")
 
 
@@ -75,10 +75,10 @@ _version = functools.cache(installed_version)  # takes 4 ms
 
 
 def capture_environment(*, choices: Mapping[str, Any] | None = None, lightning: str = "lightning") -> Environment:
-    """Return the environment of this process, and ``choices`` by dotted name.
+    """Return the environment of this process, and the ``choices`` by dotted name.
 
-    ``lightning`` is the distribution that trains. It creates no CUDA context. Paths, addresses and
-    names that look like secrets are withheld.
+    ``lightning`` is the distribution that trains. The capture creates no CUDA context, and omits
+    paths, addresses and values whose names look like secrets.
     """
     enforced = {f"torch.{name}" for name in enforced_names()}
     facts = [(name, value, name not in enforced, name not in _IDLE_FACTS) for name, value in _machine_facts(lightning)]
@@ -105,7 +105,7 @@ def _as_text(value: Any) -> Any:
 
 
 def _last_part(name: str, value: Any) -> tuple[str, str]:
-    """Return the key by which a value of the configuration equals the option that it became."""
+    """Return a key that is equal for a configuration value and for the option that it sets."""
     return name.rpartition(".")[2], json.dumps(value, sort_keys=True)
 
 
@@ -122,7 +122,7 @@ def _machine_facts(lightning: str) -> Iterator[tuple[str, Any]]:
     yield "numpy.version", np.__version__
     for name in ("det_callbacks", lightning, "triton"):
         yield f"{name}.version", _version(name)
-    yield "torch.version", str(torch.__version__)  # of a type of torch's own
+    yield "torch.version", str(torch.__version__)  # a TorchVersion
     yield "torch.git_version", torch.version.git_version
     yield "torch.cuda", torch.version.cuda
     yield "torch.hip", torch.version.hip
@@ -140,7 +140,7 @@ def _machine_facts(lightning: str) -> Iterator[tuple[str, Any]]:
         yield f"torch.backends.cuda.{name}_sdp", getattr(backends.cuda, f"{name}_sdp_enabled")()
     for name in _KERNEL_VARIABLES + _THREAD_VARIABLES:
         yield f"env.{name}", os.environ.get(name)
-    # only a CUDA context tells properties of GPUs
+    # reading properties of GPUs takes a CUDA context
     initialized = bool(torch.cuda.is_initialized())
     count = torch.cuda.device_count() if initialized else 0
     devices = [torch.cuda.get_device_properties(index) for index in range(count)]
@@ -151,7 +151,7 @@ def _machine_facts(lightning: str) -> Iterator[tuple[str, Any]]:
     driver = Path("/proc/driver/nvidia/version")
     yield "gpu.driver", _first(r"Kernel Module\D*([\d.]+)", driver) if initialized else None
     yield "gpu.nccl", ".".join(map(str, torch.cuda.nccl.version())) if initialized else None
-    if initialized:  # may be found out now
+    if initialized:  # choosing may compile kernels on the device
         yield f"{DIGEST}cuda", str(device_choice(torch.device("cuda", torch.cuda.current_device())))
 
 
@@ -159,8 +159,8 @@ def _own_choices() -> Iterator[tuple[str, Any]]:
     recorded = _KERNEL_VARIABLES + _DETERMINISM_VARIABLES
     for name, value in settings_in_force().items():
         if name == "inductor_deterministic" and value == torch.are_deterministic_algorithms_enabled():
-            value = None  # it follows use_deterministic_algorithms
-        # the others are facts or variables already
+            value = None  # use_deterministic_algorithms sets it
+        # the others are already facts or variables
         if SETTINGS[name].variable not in recorded and name not in ("sdpa_backends", "num_threads"):
             yield f"settings.{name}", value
     yield "torch.default_dtype", str(torch.get_default_dtype()).removeprefix("torch.")
@@ -237,14 +237,14 @@ def _ask_git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.decode(errors="backslashreplace") if done.returncode == 0 else None
 
 
-# our overrides but for settings, which are part of the training
+# our overrides, except settings, which are part of the training
 _OURS = re.compile(r"[+~]*(callbacks[./])?determinism(?!\.settings\.)([.=]|$)")
 # names of values, also in {nested: {mappings: 1}}
 _NAME = re.compile(r"([\w.\-/@]+)[\"']?\s*[=:]")
 
 
 def script_words(start: str | Path | None = None) -> list[str]:
-    """Return the script as written after ``python`` in ``start``; [] in an interpreter."""
+    """Return the script as given to ``python`` in the folder ``start``; [] in an interpreter."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     if spec is not None:
         return ["-m", str(spec.name).removesuffix(".__main__")]
@@ -258,9 +258,9 @@ def script_words(start: str | Path | None = None) -> list[str]:
 
 
 def command_choice(overrides: Sequence[str] | None = None, *, start: str | Path | None = None) -> dict[str, Any]:
-    """Return script and arguments of this process as a choice; secrets are withheld.
+    """Return script and arguments of this process as a choice, without secrets.
 
-    Of a Hydra application these are the overrides, without our own.
+    For a Hydra application the arguments are the overrides, except ours.
     """
     script = script_words(start)
     words = _arguments(script) if overrides is None else [word for word in overrides if not _OURS.match(word)]
@@ -268,12 +268,12 @@ def command_choice(overrides: Sequence[str] | None = None, *, start: str | Path 
 
 
 def _arguments(script: Sequence[str]) -> list[str]:
-    """Return the original arguments, even if the script has changed ``sys.argv``."""
+    """Return the original arguments, even if the script changed ``sys.argv``."""
     if not script:
         return []
     name = script[1] if script[0] == "-m" else sys.argv[0]
     given = sys.orig_argv
-    # coverage and other launchers hide the script's own command line
+    # coverage and other launchers replace the script's command line
     return given[given.index(name) + 1 :] if name in given else sys.argv[1:]
 
 

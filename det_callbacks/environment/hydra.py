@@ -1,4 +1,4 @@
-"""Configuration and overrides of a Hydra job, from Hydra's own state."""
+"""Reads configuration and overrides of a Hydra job from Hydra's state."""
 
 import re
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ _OF_ONE_RUN = re.compile(r"\$\{(now:|hydra:(run|sweep|runtime\.output_dir|runtim
 
 
 def job_choices() -> dict[str, Any]:
-    """Return configuration and overrides of the running job as choices; {} outside of ``hydra.main``."""
+    """Return configuration and overrides of the running job as choices; {} outside ``hydra.main``."""
     if not HydraConfig.initialized():
         return {}
     own: Any = HydraConfig.get()
@@ -23,9 +23,9 @@ def job_choices() -> dict[str, Any]:
 
 
 def configuration_of(config: DictConfig) -> Mapping[str, Any]:
-    """Return the resolved configuration without our part, Hydra's, times and folders.
+    """Return the resolved configuration, without Hydra's and our nodes, times and folders.
 
-    If an interpolation does not resolve, all values stay as written.
+    If an interpolation does not resolve, all values stay unresolved.
     """
     text = _OF_ONE_RUN.sub("<run>", OmegaConf.to_yaml(config))
     written: Any = OmegaConf.to_container(OmegaConf.create(text))

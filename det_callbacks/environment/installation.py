@@ -1,4 +1,4 @@
-"""What is installed: versions, broken imports, and missing private names."""
+"""Inspects the installation: versions, broken imports, and missing private names."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from det_callbacks.internals.versions import TESTED, installed_version, newer_th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installation:
-    """Versions of torch and Lightning, and what does not work with them.
+    """Problems with the installed versions of torch and Lightning.
 
     Attributes:
-        untested: packages newer than any tested, a sentence each.
-        broken: errors of imports, a sentence each.
-        missing: private names, with what is lost without each.
+        untested: a sentence for each package newer than any tested version.
+        broken: a sentence for each import that fails.
+        missing: missing private names, each with what is lost without it.
     """
 
     versions: dict[str, str | None]
@@ -24,7 +24,7 @@ class Installation:
 
 
 def look_at_installation() -> Installation:
-    """Import everything public, and look up each private name; takes some seconds."""
+    """Import everything public, and look up each private name; takes a few seconds."""
     broken = _broken()
     return Installation(
         versions={package: installed_version(package) for package in TESTED},

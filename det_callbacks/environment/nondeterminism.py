@@ -1,4 +1,4 @@
-"""Which ops the installed torch calls nondeterministic, and which draw random numbers."""
+"""Lists ops that the installed torch documents as nondeterministic, and ops that draw random numbers."""
 
 import ast
 import inspect
@@ -20,9 +20,9 @@ _INDEX_ADD = ("index_add", "index_add_")
 _CONVOLUTION = ("convolution", "convolution_backward")
 
 ALIASES: Mapping[str, tuple[str, ...]] = {
-    # one aten op, told apart by its arguments
+    # one aten op for all
     **{f"torch.nn.Conv{kind}{dims}d": _CONVOLUTION for kind in ("", "Transpose") for dims in (1, 2, 3)},
-    # derivatives made of other ops
+    # their derivatives call these ops
     "torch.Tensor.__getitem__": ("index_put", "index_put_", "_index_put_impl_"),
     "torch.gather": ("scatter_add", "scatter_add_"),
     "torch.index_select": _INDEX_ADD,
@@ -32,7 +32,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "torch.nn.MaxPool3d": ("max_pool3d_with_indices_backward",),
     "torch.nn.Embedding": ("embedding_dense_backward",),
     "torch.nn.EmbeddingBag": ("_embedding_bag_backward", "_embedding_bag_dense_backward"),
-    # choose an op by their arguments; "aa" is antialias=True
+    # the op depends on their arguments; "aa" is antialias=True
     "torch.nn.functional.interpolate": (
         *(f"upsample_{mode}_backward" for mode in _UPSAMPLE),
         "_upsample_bilinear2d_aa_backward",
@@ -43,7 +43,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     # only the loss over images raises (NLLLoss2d.cu)
     "torch.nn.NLLLoss": ("nll_loss2d", "nll_loss2d_forward"),
 }
-"""Documented name -> aten ops, where ``_aten_names`` does not find them."""
+"""Documented name -> aten ops that ``_aten_names`` does not find."""
 
 _SECTIONS: Mapping[str, Behaviour] = {"act deterministically": "alternate algorithm", "RuntimeError": "error"}
 # torch 2.15 writes two values as reduce='prod'\'mean'
@@ -56,9 +56,9 @@ _NAMES = re.compile(rf"(?:(?:, )?(?:and )?{_ROLE.pattern}\s*)*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpFact:
-    """What torch says of a documented name, or of a tagged op.
+    """What torch documents about a name, or the tag of an op.
 
-    ``condition`` is in torch's words; ``device`` is "any" if they name none or several.
+    ``condition`` is torch's text; ``device`` is "any" if the text names none or several.
     """
 
     name: str
@@ -69,7 +69,7 @@ class OpFact:
 
 
 def read_op_facts() -> tuple[OpFact, ...]:
-    """Return all facts, by behaviour, name and condition; takes some 0.2 s."""
+    """Return all facts, sorted by behaviour, name and condition; takes about 0.2 s."""
     import torch  # noqa: PLC0415  # for the command ops; facts are plain data
 
     from det_callbacks.internals.torch import OPS, TORCH, all_op_names  # noqa: PLC0415  # likewise
@@ -91,7 +91,7 @@ def read_op_facts() -> tuple[OpFact, ...]:
 
 
 def parse_docstring(docstring: str, registered: Collection[str]) -> list[OpFact]:
-    """Return what the two lists in the docstring of ``torch.use_deterministic_algorithms`` say of ops."""
+    """Return the facts in the two lists in the docstring of ``torch.use_deterministic_algorithms``."""
     facts = []
     # an indented list follows a paragraph that ends in "``mode=True``:"; a bullet may hold a list
     lists = re.findall(r"((?:^\S.*\n)+)\n((?:[ \t].*\n|\n)+)", f"{inspect.cleandoc(docstring)}\n", re.MULTILINE)
@@ -106,13 +106,13 @@ def parse_docstring(docstring: str, registered: Collection[str]) -> list[OpFact]
     if missing:
         raise DetCallbacksError(
             f"The docstring of torch.use_deterministic_algorithms has no list of ops for: "
-            f"{', '.join(sorted(missing))}. Its form is that of torch 2.13; python -OO removes it."
+            f"{', '.join(sorted(missing))}. det_callbacks reads the docstring as of torch 2.13; python -OO removes it."
         )
     return facts
 
 
 def may_apply(fact: OpFact, *, op: str, phase: str, arguments: Mapping[str, Any], unknown: Sequence[str] = ()) -> bool:
-    """Return whether a fact can be about a call; false only if name, phase or arguments exclude it."""
+    """Return whether a fact may apply to a call; False only if name, phase or arguments exclude it."""
     base = op.rpartition(".")[0]
     if base not in fact.ops:
         return False
@@ -126,7 +126,7 @@ def may_apply(fact: OpFact, *, op: str, phase: str, arguments: Mapping[str, Any]
     for name, values in _VALUES.findall(fact.condition):
         documented[name] += map(ast.literal_eval, _VALUE.findall(values))
     for name, values in documented.items():
-        # torch leaves defaults out of the call; flags default to False
+        # torch omits defaults from the call; flags default to False
         given = arguments.get(name, False if isinstance(values[0], bool) else None)
         # mode='max' of EmbeddingBag is mode=2 in aten, so other types exclude nothing
         if name not in unknown and isinstance(given, type(values[0])) and given not in values:
@@ -135,7 +135,7 @@ def may_apply(fact: OpFact, *, op: str, phase: str, arguments: Mapping[str, Any]
 
 
 def _facts(behaviour: Behaviour, bullet: str, registered: Collection[str]) -> list[OpFact]:
-    """Return the facts of a bullet, one per name at its beginning."""
+    """Return the facts of a bullet, one for each name that it begins with."""
     choices = re.compile(r"^\s*- (.*)$", re.MULTILINE)
     text = " ".join(choices.sub("", bullet).split())
     beginning = _NAMES.match(text)
@@ -170,7 +170,7 @@ def _is_of_backward(condition: str) -> bool:
 
 
 def _aten_names(name: str, condition: str) -> set[str]:
-    """Return the aten ops of a documented name: "torch.nn.LSTMCell" is lstm_cell, or its backward."""
+    """Return the aten ops of a documented name: lstm_cell, or its backward, for "torch.nn.LSTMCell"."""
     if name in ALIASES:
         return {*ALIASES[name]}
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name.rpartition(".")[2])

@@ -1,16 +1,16 @@
-"""The environment variables by which the command line reaches the trainings that it starts, and their ranks."""
+"""Environment variables that pass the command line's requests to the trainings it starts, and to their ranks."""
 
 LAUNCH = "DET_CALLBACKS_LAUNCH"
-"""What ``det-callbacks record``, ``verify`` and ``check`` ask of a script, as JSON: see ``integrations/launch.py``."""
+"""The request of ``det-callbacks record``, ``verify`` or ``check``, as JSON: see ``integrations/launch.py``."""
 
 REFUSAL = "refusal"
-"""File beside the claim of a launch, into which the callback writes why it ended the script."""
+"""File beside the claim of a launch, where the callback writes why it ended the script."""
 
 FILL_MEMORY = "DET_CALLBACKS_FILL_MEMORY"
-"""``DeterminismCallback`` fills the memory that recorded ops only allocate with this byte, at level op."""
+"""``DeterminismCallback`` fills memory that recorded ops allocate without writing it with this byte, at level op."""
 
 PERTURB = "DET_CALLBACKS_PERTURB"
-"""``DeterminismCallback`` changes the last bit of what goes into the first step that is recorded."""
+"""``DeterminismCallback`` changes the last bit of the inputs of the first recorded step."""
 
 NUM_WORKERS = "DET_CALLBACKS_NUM_WORKERS"
-"""``DeterminismCallback`` gives the training's DataLoaders so many workers."""
+"""``DeterminismCallback`` gives the training's DataLoaders this number of workers."""

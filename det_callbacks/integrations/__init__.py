@@ -1,1 +1,1 @@
-"""The ways in: each calls a run when its framework trains."""
+"""The integrations: each calls a run when its framework trains."""

@@ -1,4 +1,4 @@
-"""What ``det-callbacks record``, ``verify`` or ``check`` asked of this process, and what it hears of it."""
+"""Reads the request of ``det-callbacks record``, ``verify`` or ``check``, and reports errors to the command."""
 
 import json
 import os
@@ -14,11 +14,11 @@ from det_callbacks.report.console import print_error
 from det_callbacks.runs.disk import writing
 from det_callbacks.settings import DeterminismSettings
 
-_ANOTHER_TMPDIR = "set TMPDIR to a folder that can be written"
+_ANOTHER_TMPDIR = "set TMPDIR to a writable folder"
 
 
 def read_arguments(asked: str) -> dict[str, Any]:
-    """Return the arguments of the run that the command asked for, settings among them."""
+    """Return the arguments, with settings, of the run that the command requested."""
     arguments, settings = (json.loads(asked)[name] for name in ("arguments", "settings"))
     if settings and sys.flags.ignore_environment:
         raise SettingsError(
@@ -29,23 +29,23 @@ def read_arguments(asked: str) -> dict[str, Any]:
 
 
 def claim_run() -> None:
-    """Make the run this process's own; raises ``SelectionError`` in a second process that is no rank of it.
+    """Claim the run for this process; raise ``SelectionError`` in a second process that is not a rank of it.
 
-    The first process makes the file of the claim. A second one, whose verdict would replace the
-    first one's, writes its error into it, and the command reads that.
+    The first process creates the claim file. A second process, whose verdict would replace the
+    first, writes its error into the file, where the command reads it.
     """
     claim = Path(json.loads(os.environ[LAUNCH])["claim"])
     with writing(claim, instead=_ANOTHER_TMPDIR):
         try:
             claim.touch(exist_ok=False)
         except FileExistsError as error:
-            text = "The command trains in several processes that are no ranks of one training, and are no one run"
+            text = "The command trains in several processes that are not ranks of one training"
             claim.write_text(text, encoding="utf-8")
             raise SelectionError(f"{text}. Start det-callbacks for each of them.") from error
 
 
 def tell_command(error: BaseException) -> bool:
-    """Write why det_callbacks ends the script to where the command looks; return whether the command prints it."""
+    """Write why det_callbacks ends the script, for the command; return whether the command prints it."""
     asked = json.loads(os.environ[LAUNCH])
     if not isinstance(error, DetCallbacksError):
         return False
@@ -55,13 +55,13 @@ def tell_command(error: BaseException) -> bool:
     try:
         with writing(refusal), refusal.open("x", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
-    except WriteError as failure:  # it is there, of this error or of the rank that failed first, or has no room
+    except WriteError as failure:  # the file exists, from this error or the first rank's, or the disk is full
         return isinstance(failure.__cause__, FileExistsError) and refusal.read_text(encoding="utf-8") == text
     return True
 
 
 def print_errors_plainly(before_printing: Callable[[BaseException], object] = lambda error: None) -> None:
-    """Print what det_callbacks raises without a traceback from now on; the function is called with any error first."""
+    """From now on print det_callbacks' errors without a traceback; call the function with every error first."""
     before = sys.excepthook
 
     def print_plainly(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -1,4 +1,4 @@
-"""The run of a loop that knows nothing of it; ``torch_steps.py`` finds where its steps begin and end."""
+"""The run of an unmodified loop, whose steps ``torch_steps.py`` finds."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,9 +25,9 @@ from det_callbacks.training.fits import take_unfinished
 
 
 class FollowedLoop(TrainingRun):
-    """A TrainingRun that ``TorchSteps`` drives.
+    """A TrainingRun driven by ``TorchSteps``.
 
-    The batch of a step is the one drawn from a ``DataLoader``, if the model gets a tensor of it,
+    The batch of a step is the one drawn from a ``DataLoader`` if the model gets one of its tensors,
     else the model's arguments.
     """
 
@@ -41,10 +41,10 @@ class FollowedLoop(TrainingRun):
 
     @staticmethod
     def is_replaced() -> bool:
-        """Return whether the script has a run of its own, and print that."""
+        """Return whether the script has its own run; if so, print that."""
         if REGISTRY.sink is None:
             return False
-        print_closing_line("det_callbacks: the script has a run of its own, which is used")
+        print_closing_line("det_callbacks: the script has its own run, which is used")
         return True
 
     @property
@@ -86,7 +86,7 @@ class FollowedLoop(TrainingRun):
         self._enter_step(given if drawn is None else self._drawn_for(given, drawn))
 
     def _drawn_for(self, given: Any, drawn: DrawnLoader) -> Any:
-        """Return the batch drawn for a step, else the arguments; a loader may have drawn some ahead."""
+        """Return the batch drawn for a step, else the arguments; a loader may have drawn batches ahead."""
         training, waiting = self._training, drawn.draws.waiting
         batch, num_ahead = given, training.num_drawn_ahead
         place = _place_of(given, [loaded for loaded, _ in waiting])
@@ -121,8 +121,8 @@ class FollowedLoop(TrainingRun):
             self._hooks.drop_step()
         if not self._num_steps:
             raise NothingComparedError(
-                f"{self._trained} was called, and no optimizer of torch stepped after it ({self._by}), so there is no "
-                "step. Where the script changes the parameters itself, put its loop into a TrainingRun "
+                f"{self._trained} was called, but no optimizer of torch stepped after it ({self._by}), so there is no "
+                "step. If the script updates the parameters itself, put its loop into a TrainingRun "
                 "(docs/how-to/plain-loop.md)."
             )
         steps = count(self._num_steps, "step")
@@ -140,7 +140,9 @@ class FollowedLoop(TrainingRun):
     def end_process(self, unfollowed: Mapping[str, int]) -> None:
         if unfollowed and not self._training.rank:
             steps = listed([f"{count(number, 'step')} of {name}" for name, number in unfollowed.items()])
-            print_closing_line(f"det_callbacks: not followed: {steps}, before which no module of theirs was called")
+            print_closing_line(
+                f"det_callbacks: not followed: {steps}, since no module with their parameters was called"
+            )
         error = self._ended_by
         unfinished = take_unfinished()
         if unfinished is not None:
@@ -160,8 +162,8 @@ class FollowedLoop(TrainingRun):
         ):
             return
         error = SelectionError(
-            f"{type(optimizer).__name__} stepped, and no module with its parameters was called since the step before, "
-            "with gradients enabled and in train mode: det-callbacks cannot tell where this step began. Call train() "
+            f"{type(optimizer).__name__} stepped, but since its last step no module with its parameters was called "
+            "with gradients enabled in train mode, so det-callbacks cannot tell where this step began. Call train() "
             "after a validation that called eval(), or put the loop into a TrainingRun (docs/how-to/plain-loop.md)."
         )
         self.fail(error)  # before the script can catch it
@@ -169,7 +171,7 @@ class FollowedLoop(TrainingRun):
 
 
 def _place_of(given: Any, batches: Sequence[Any]) -> int | None:
-    """Return which of the batches a call was given a tensor of, or a view into a tensor, where that is of one only."""
+    """Return the index of the only batch with a tensor, or the base of a view, among a call's arguments."""
     for key, is_proof in (_identity, True), (_memory, False):
         own = set(key(given))
         places = [place for place, batch in enumerate(batches) if not own.isdisjoint(key(batch))]
@@ -183,7 +185,7 @@ def _identity(batch: Any) -> list[int]:
 
 
 def _memory(batch: Any) -> list[int]:
-    """Return where the tensors of a batch lie; a language model is given ``tokens[:, :-1]``."""
+    """Return the storages of a batch's tensors; a language model gets ``tokens[:, :-1]``."""
     tensors = (value for _, value in flatten(batch, "batch", is_whole=True) if type(value) is Tensor)
     dense = (value for value in tensors if value.layout is torch.strided)
     return [address for value in dense if (address := memory_address(value))]

@@ -1,4 +1,4 @@
-"""DeterminismCallback for Hugging Face's Trainer, whose loop drives a TrainingRun (read at 4.57 and 5.24)."""
+"""DeterminismCallback for Hugging Face's Trainer, whose loop drives a TrainingRun (transformers 4.57 and 5.24)."""
 
 import inspect
 import json
@@ -27,7 +27,7 @@ from det_callbacks.runs.disk import writing
 from det_callbacks.training.following import FollowedRun
 from det_callbacks.verdict import Verdict
 
-# TrainingArguments of output; all others may change bits
+# TrainingArguments that only affect output; all others may change bits
 _CHANGES_NO_BITS = (
     *("*_dir", "run_name", "project", "report_to", "disable_tqdm", "log_*", "logging_*", "save_*", "hub_*"),
     *("push_to_*", "trackio_*", "resume_from_checkpoint", "do_*", "local_rank", "ddp_timeout", "debug"),
@@ -38,10 +38,10 @@ _OF_A_CLOCK = ("epoch", "*_runtime", "*_per_second", "*_preparation_time", "*_me
 
 
 _PLACES = {
-    "train": "of the Trainer: no callback is told that a training ends with an exception, or resumes",
-    "training_step": "of the Trainer: no callback is told where forward and backward end",
-    "get_batch_samples": "of the Trainer: callbacks get no batch, and after a resume another loader",
-    "clip_grad_norm_": "of the Trainer's accelerator: no callback is told that clipping begins",
+    "train": "of the Trainer: no callback runs when a training resumes, or ends with an exception",
+    "training_step": "of the Trainer: no callback runs at the end of forward and backward",
+    "get_batch_samples": "of the Trainer: callbacks get no batch, and a different loader after a resume",
+    "clip_grad_norm_": "of the Trainer's accelerator: no callback runs before clipping",
 }
 
 
@@ -64,12 +64,12 @@ class _TrainerRun(TrainingRun):
     def __init__(self, reference: str | Path | None, *, resume: str = "plain", **arguments: Any) -> None:
         if resume != "plain":
             raise SelectionError(
-                f"resume={resume!r} is not supported with Hugging Face's Trainer, which goes on from a checkpoint by "
-                'itself: leave it out, or write "plain". What it does not bring back is compared, and named.'
+                f"resume={resume!r} is not supported with Hugging Face's Trainer, which restores checkpoints itself: "
+                'omit resume, or pass "plain". The verdict names state that the Trainer does not restore.'
             )
         if "log_metrics" in arguments:
-            raise SelectionError("log_metrics is for Lightning's Trainer: leave it out, and log the verdict yourself.")
-        # model and optimizer exist when the Trainer trains
+            raise SelectionError("log_metrics is for Lightning's Trainer: omit it, and log the verdict yourself.")
+        # model and optimizer exist only when the Trainer trains
         FollowedRun.__init__(self, reference, resume="plain", **arguments)
         self._of_trainer = ReplacedMethods(_PLACES)
         self._iterator: object = None
@@ -100,9 +100,9 @@ class _TrainerRun(TrainingRun):
         self._of_trainer.around(trainer.accelerator, "clip_grad_norm_", self._clip)
 
     def begin_epoch(self, state: TrainerState, loader: Any) -> None:
-        """Note that an epoch begins, and follow the loader's sampler.
+        """Mark the start of an epoch, and follow the loader's sampler.
 
-        Not in the epoch that a checkpoint resumes: there the Trainer skips batches with another
+        It does not follow in the epoch of a resume, where the Trainer skips batches with a different
         sampler.
         """
         training, hooks = self._training, self._hooks
@@ -112,7 +112,7 @@ class _TrainerRun(TrainingRun):
             training.begin_loader(loader)
 
     def end_epoch(self) -> None:
-        """Note that an epoch ended; a callback may have ended it within a step."""
+        """Mark the end of an epoch, which a callback may have ended within a step."""
         if self._is_in_step:
             self._is_in_step = False
             self._hooks.drop_step()
@@ -128,7 +128,7 @@ class _TrainerRun(TrainingRun):
         self._hooks.go_on()
 
     def end_step(self) -> None:
-        # accelerate has copied them to the device, where memory may be scarce
+        # accelerate has copied them to the device, whose memory may be scarce
         self._training.forget_drawn()
         self._leave_step(None)
 
@@ -164,7 +164,7 @@ class _TrainerRun(TrainingRun):
         return batches, num_items
 
     def _train_step(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run forward and backward, without the sums of losses that the Trainer logs and resets."""
+        """Record forward and backward, but not the loss sums that the Trainer logs and resets."""
         self._hooks.go_on()
         loss = train(*args, **kwargs)
         self._hooks.pause()
@@ -176,18 +176,17 @@ class _TrainerRun(TrainingRun):
 
 
 class DeterminismCallback(TrainerCallback):
-    """Record a training with Hugging Face's Trainer, or verify it against a recorded one, bit for bit.
+    """Record a training with Hugging Face's Trainer, or verify it bit for bit against a recorded one.
 
-    A step is a step of the optimizer with all batches that it accumulates; its number is
-    ``state.global_step`` before it. Metrics of evaluations are compared by name. It changes no bit
-    of the training, and costs what Lightning's ``DeterminismCallback`` costs. Subclasses of the
-    Trainer, such as TRL's, work too.
+    A step is an optimizer step with all batches that it accumulates; its number is the
+    ``state.global_step`` before it. Metrics of evaluations are compared by name. The callback changes
+    no bits of the training, and costs the same as Lightning's ``DeterminismCallback``. It also works
+    with subclasses of the Trainer, such as TRL's.
 
     Args:
-        reference: as for Lightning's ``DeterminismCallback``, and so are all arguments but
-            ``resume``, which can only be "plain", and ``log_metrics``. New folders are made below
-            ``output_dir``.
-        arguments: see Lightning's ``DeterminismCallback``.
+        reference: as for Lightning's ``DeterminismCallback``. New folders go below ``output_dir``.
+        arguments: as for Lightning's ``DeterminismCallback``, except ``log_metrics``; ``resume`` can
+            only be "plain".
 
     Attributes:
         verdict: the Verdict of a verification; None before its end.
@@ -195,10 +194,10 @@ class DeterminismCallback(TrainerCallback):
         replica_report: the ReplicaReport of the last audit of the replicas, or None.
 
     Raises:
-        SelectionError: an argument is not allowed; the callback was added to a Trainer later, or
-            the Trainer trains in a way that is not supported.
-        CheckpointMismatchError: a checkpoint is not what was saved.
-        Exception: what Lightning's ``DeterminismCallback`` raises, such as DivergenceError.
+        SelectionError: an argument is not allowed, the callback was added after the Trainer was made,
+            or the Trainer trains in an unsupported way.
+        CheckpointMismatchError: a checkpoint does not match its digests.
+        Exception: any error of Lightning's ``DeterminismCallback``, such as DivergenceError.
 
     Example:
         >>> callback = DeterminismCallback("refs/run1", mode="record")  # doctest: +SKIP
@@ -256,8 +255,8 @@ class DeterminismCallback(TrainerCallback):
             return
         if self._trainer is None or self._trainer.args is not args:
             raise SelectionError(
-                "The DeterminismCallback was added to a Trainer that is made already, and would not be told of a "
-                "training that fails. Give it to the Trainer when you make it: Trainer(..., callbacks=[callback])."
+                "The DeterminismCallback was added after the Trainer was made, so it cannot see a training that fails. "
+                "Pass it to the constructor: Trainer(..., callbacks=[callback])."
             )
         _require_supported(self._trainer)
         self._run.begin(self._trainer, state, is_resumed=self._is_resumed)
@@ -309,7 +308,7 @@ class DeterminismCallback(TrainerCallback):
 
 
 def _trainer_being_made(callback: TrainerCallback) -> Trainer | None:
-    """Return the Trainer whose constructor calls ``on_init_end``, from the stack: hooks do not get it."""
+    """Return the Trainer whose constructor calls ``on_init_end``, from the stack: hooks do not receive it."""
     frame = inspect.currentframe()
     while frame is not None:
         found = frame.f_locals.get("self")
@@ -324,9 +323,9 @@ def _require_supported(trainer: Trainer) -> None:
     if isinstance(trainer.model_wrapped, nn.DataParallel):
         instead = "nn.DataParallel (several GPUs in one process): start one process a GPU with torchrun"
     elif trainer.is_deepspeed_enabled:
-        instead = "DeepSpeed, which has its own backward pass and update: use DDP or FSDP2"
+        instead = "DeepSpeed, which replaces the backward pass and the update: use DDP or FSDP2"
     elif trainer.args.auto_find_batch_size:
-        instead = "auto_find_batch_size, which begins again after an error: set per_device_train_batch_size"
+        instead = "auto_find_batch_size, which restarts the training after an error: set per_device_train_batch_size"
     if instead is not None:
         raise SelectionError(f"DeterminismCallback does not support {instead}.")
 

@@ -1,9 +1,9 @@
-"""A script that ``det-callbacks record``, ``verify`` or ``check`` started: settings first, then a callback.
+"""Sets up a script that ``det-callbacks record``, ``verify`` or ``check`` started: settings first, then a callback.
 
-Lightning calls the entry point ``callbacks`` for each Trainer. Before the script Python runs
-``startup/sitecustomize.py``, to which ``PYTHONPATH`` leads; it calls ``begin``. Both look at one
-environment variable: running the script by ``runpy`` would reach neither its ranks nor what a shell
-script starts.
+Lightning calls the entry point ``callbacks`` for each Trainer. Before the script, Python runs
+``startup/sitecustomize.py``, which is on ``PYTHONPATH`` and calls ``begin``. Both read one environment
+variable. Running the script with ``runpy`` would not reach its ranks, or programs that a shell script
+starts.
 """
 
 import atexit
@@ -21,7 +21,7 @@ from det_callbacks.environment.variables import LAUNCH
 
 
 def callbacks() -> list[Any]:
-    """Return the callback of this process where a command asks for one; else nothing, and nothing is imported."""
+    """Return the callback of this process if a command requests one; else return [], and import nothing."""
     if LAUNCH not in os.environ:
         return []
     from det_callbacks.integrations.lightning.launched import launched_callback  # noqa: PLC0415  # loads Lightning
@@ -32,11 +32,11 @@ def callbacks() -> list[Any]:
 
 
 def begin() -> None:
-    """Follow torch from its import on, with the settings in force, and note at the end what may have trained.
+    """Follow torch from its import on with the settings in force, and at the end note what may have trained.
 
-    Nothing of torch or NumPy can be drawn before they are imported, so that is when each is set. To
-    import torch here would come before the script's own ``os.environ["OMP_NUM_THREADS"] = "1"``,
-    which torch reads when it is imported.
+    No generator of torch or NumPy can draw before the import, so the settings apply then. Importing
+    torch here would be too early for ``os.environ["OMP_NUM_THREADS"] = "1"`` in the script, which torch
+    reads at import.
     """
     if LAUNCH not in os.environ:
         return
@@ -58,14 +58,14 @@ def _begin_with_torch(settings: dict[str, Any]) -> None:
 
 
 def _note_trainers(names: Sequence[str], folder: str) -> None:
-    """Note for the command which of these modules are loaded; it may have ended before this process."""
+    """Write for the command which of these modules are loaded; the command may have ended already."""
     if os.path.isdir(folder):
         with open(os.path.join(folder, f"loaded-{os.getpid()}"), "w", encoding="utf-8") as file:
             json.dump([name for name in names if name in sys.modules], file)
 
 
 class _AfterImport:
-    """Finder that calls a function with a module right after it is first imported, and is gone then."""
+    """Finder that calls a function with a module right after its first import, and then removes itself."""
 
     def __init__(self, name: str, call: Callable[[Any], object]) -> None:
         self._name, self._call = name, call
@@ -89,7 +89,7 @@ class _AfterImport:
 
 
 def _enforce(settings: dict[str, Any]) -> None:
-    """Put settings in force; the process ends with status 2 where that is not possible."""
+    """Apply settings; if that fails, end the process with status 2."""
     from det_callbacks.errors import DetCallbacksError  # noqa: PLC0415  # only where it is asked for
     from det_callbacks.settings import DeterminismSettings, enforce_determinism  # noqa: PLC0415  # likewise
 

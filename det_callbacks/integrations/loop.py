@@ -1,4 +1,4 @@
-"""TrainingRun: records or verifies a training loop of your own."""
+"""TrainingRun: records or verifies your own training loop."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,7 +38,7 @@ _Batch = TypeVar("_Batch")
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module inside DDP and compilation wrappers: names are relative to it."""
+    """Return the module inside DDP and compilation wrappers; names are relative to it."""
     while (inside := _inside(module)) is not module:
         module = inside
     return module
@@ -79,7 +79,7 @@ class LoopTraining(Training):
         self._follower, self._followed_loader = LoaderFollower(), None
 
     def begin_loader(self, loader: Any, draws: Draws | None = None) -> bool:
-        """Follow another loader than before; return whether it is another."""
+        """Follow a loader; return whether it differs from the previous one."""
         is_other = loader is not self._followed_loader
         if is_other:
             self._followed_loader, loaders = loader, {_LOADER: loader}
@@ -115,15 +115,15 @@ class LoopTraining(Training):
         has_shards = any(isinstance(parameter, DTensor) for parameter in self.module.parameters())
         if self.ddp is None and not has_shards:
             raise SettingsError(
-                "Nothing says which ranks hold the same parameters, so replicas cannot be compared: the model is no "
-                "DistributedDataParallel, and has no DTensors. Give TrainingRun the wrapped model, or leave out "
+                "The model is not a DistributedDataParallel and has no DTensors, so it is unknown which ranks hold the "
+                "same parameters, and replicas cannot be compared. Pass the wrapped model to TrainingRun, or omit "
                 "audit_replicas_every_n_steps."
             )
 
 
 _PLACES = {
-    "backward": "of torch.autograd: no hook of torch has the loss, or is called at the end of a backward pass",
-    MAKES_SCALE: "of GradScaler: its first use makes tensors, which only the first step of a process would show",
+    "backward": "of torch.autograd: no hook of torch gets the loss, or runs at the end of a backward pass",
+    MAKES_SCALE: "of GradScaler: its first use creates tensors, which only the first step of a process would show",
 }
 _LOADER = "train_dataloader"
 
@@ -134,35 +134,32 @@ def _unrecorded(method: Callable[..., Any], *args: Any) -> None:
 
 
 class TrainingRun(FollowedRun):
-    """Record a training loop of your own, or verify it against a recorded run, bit for bit, without Lightning.
+    """Record your own training loop, or verify it bit for bit against a recorded run, without Lightning.
 
-    The run is a ``with`` block, and so is each step. In a step the phase is ``forward`` until a
+    The run is a ``with`` block, and so is each step. The phase of a step is ``forward`` until a
     backward pass begins, ``gradient`` after it until a module is called, and ``optimizer`` in an
-    optimizer's step. The loss is the tensor whose ``backward`` is called. It changes no bit of the
-    training, and costs what ``DeterminismCallback`` costs.
+    optimizer's step. The loss is the tensor whose ``backward`` you call. It changes no bits of the
+    training, and costs the same as ``DeterminismCallback``.
 
-    Each ``with`` block is a fit, as with several ``Trainer.fit``. Under ``torch.distributed`` all
-    processes enter and leave the block together.
+    Each ``with`` block is a fit, like a call of ``Trainer.fit``. Under ``torch.distributed`` all
+    processes must enter and leave the block together.
 
     Args:
-        reference: as for ``DeterminismCallback``, and so are all arguments but ``resume`` and
-            ``log_metrics``.
-        model: holds every parameter that is trained; names are relative to it. Put several models
-            into an ``nn.ModuleDict``. It may be compiled, or wrapped by
-            ``DistributedDataParallel``.
-        optimizers: one or several; all that step in the loop.
-        arguments: see ``DeterminismCallback``.
+        reference: as for ``DeterminismCallback``.
+        model: holds every trained parameter; names are relative to it. Put several models into an
+            ``nn.ModuleDict``. It may be compiled, or wrapped by ``DistributedDataParallel``.
+        optimizers: one or several: all that step in the loop.
+        arguments: as for ``DeterminismCallback``, except ``resume`` and ``log_metrics``.
 
     Attributes:
         verdict: the Verdict of a verification; None before the end of the block.
         audit_report: the AuditReport of an audit; None before the end of the block.
 
     Raises:
-        SelectionError: an argument is not allowed; a step in a step; an optimizer that was not
-            given.
-        NothingComparedError: the block had no step, or one that failed and that the program went on
-            after.
-        Exception: at the end of a step or of the block what ``DeterminismCallback`` raises, such as
+        SelectionError: an argument is not allowed, a step begins within a step, or an optimizer steps
+            that was not passed.
+        NothingComparedError: the block had no step, or the program caught the error of a failed step.
+        Exception: at the end of a step or of the block, any error of ``DeterminismCallback``, such as
             DivergenceError.
 
     Example:
@@ -188,7 +185,7 @@ class TrainingRun(FollowedRun):
     ) -> None:
         if trainers := sorted({"resume", "log_metrics"} & arguments.keys()):
             raise SelectionError(
-                f"{trainers[0]} is for Lightning's Trainer, and TrainingRun does not take it: use resume_from(step), "
+                f"TrainingRun has no argument {trainers[0]}, which is for Lightning's Trainer: use resume_from(step), "
                 "and log the verdict yourself."
             )
         self._model = model
@@ -207,18 +204,17 @@ class TrainingRun(FollowedRun):
         super()._begin_closed()
         self._replaced = ReplacedMethods(_PLACES)
         self._is_in_step = self._has_batches = self._is_resumed = False
-        self._has_differed = False  # of what was logged
+        self._has_differed = False  # whether a logged value has
         self._first_step = self._first_epoch = 0
         self._failed: BaseException | None = None
         self._logged: dict[str, Metric] = {}
         self._known: dict[int, Optimizer] = {}  # optimizers that may step, by identity
 
     def resume_from(self, step: int, *, epoch: int = 0) -> Self:
-        """Let the next block begin at this step, where the loop continues from a checkpoint of its own.
+        """Let the next block begin at this step, if your loop continues from a checkpoint.
 
-        A verification compares the steps from there on; a recording continues the run. What the
-        loop has to restore (weights, optimizers, generators, the position in the data) is compared,
-        not restored.
+        A verification compares from that step on; a recording continues the run. The loop restores
+        weights, optimizers, generators and the position in the data; the run only compares them.
 
         Args:
             step: number of the next step, counted from 0.
@@ -228,7 +224,7 @@ class TrainingRun(FollowedRun):
             The run itself: ``with run.resume_from(100):``.
         """
         if self._is_open:
-            raise SelectionError("resume_from comes before the with block, in which steps are counted already.")
+            raise SelectionError("Call resume_from before the with block, which counts the steps.")
         require_whole("step", step, 0)
         require_whole("epoch", epoch, 0)
         self._first_step, self._first_epoch, self._is_resumed = step, epoch, True
@@ -285,9 +281,9 @@ class TrainingRun(FollowedRun):
         return LoopTraining(self._model, self._optimizers)
 
     def batches(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
-        """Yield the batches of a loader, noting which samples were drawn; each call is an epoch.
+        """Yield the batches of a loader, and note which samples it drew; each call is an epoch.
 
-        It may be left in the middle. Without it, a verdict says less of data.
+        You may leave it in the middle. Without it, a verdict has less information about the data.
         """
         if self.mode == "disabled":
             yield from loader
@@ -303,14 +299,14 @@ class TrainingRun(FollowedRun):
             yield from training.drawn(iter(loader))
             hooks.mark("epoch end")
         finally:
-            self._group.set_place("between")  # a validation or a save may follow
+            self._group.set_place("between")  # a long validation or save may follow
 
     @contextmanager
     def step(self, batch: Any = None) -> Iterator[None]:
-        """Run a step in a block: ``with run.step(batch):``, forward, backward and the optimizers' steps.
+        """Enclose a step: ``with run.step(batch):`` around forward, backward and the optimizers' steps.
 
         Args:
-            batch: its tensors are recorded; None records none.
+            batch: a nested structure whose tensors are recorded; None records none.
         """
         self._enter_step(batch)
         try:
@@ -321,12 +317,12 @@ class TrainingRun(FollowedRun):
         self._leave_step(None)
 
     def log(self, name: str, value: Tensor | float) -> None:
-        """Record or compare a metric, such as a validation's loss; it belongs to the last step.
+        """Record or compare a metric of the last step, such as a validation loss.
 
         Args:
-            name: each name once a step.
-            value: a number or a tensor, which is read now (on a GPU the host waits for it). Rank
-                0's is compared.
+            name: unique within a step.
+            value: a number or a tensor, which is read now (on a GPU the host waits for it). Only the
+                value of rank 0 is compared.
         """
         if self.mode == "disabled":
             return
@@ -334,9 +330,9 @@ class TrainingRun(FollowedRun):
         if not isinstance(value, Tensor | float | int):
             raise SelectionError(f"log takes a number or a tensor; {name!r} is a {type(value).__name__}.")
         if name in self._logged:
-            raise SelectionError(f"{name!r} was logged twice after step {self._step}; give each value its own name.")
+            raise SelectionError(f"{name!r} was logged twice after step {self._step}: use a different name.")
         if not self._training.rank and self.selection.selects_metric(name):
-            with unobserved():  # may be called in a step
+            with unobserved():  # log may be called within a step
                 self._logged[name] = metric_of(value)
 
     @override
@@ -348,9 +344,9 @@ class TrainingRun(FollowedRun):
             if strange := sum(id(one) not in owned for one in parameters):
                 raise SelectionError(
                     f"optimizers[{number}] ({type(optimizer).__name__}) updates {strange} of {len(parameters)} "
-                    f"parameters that are not in model ({type(self._training.module).__name__}). Give TrainingRun the "
-                    'model that holds all that is trained, such as nn.ModuleDict({"generator": g, "critic": c}), and '
-                    "make the optimizer after the model has moved or was sharded."
+                    f"parameters that are not in model ({type(self._training.module).__name__}). Pass a model that "
+                    'holds all trained parameters, such as nn.ModuleDict({"generator": g, "critic": c}), and make the '
+                    "optimizer after you move or shard the model."
                 )
         super()._prepare()
 
@@ -366,8 +362,8 @@ class TrainingRun(FollowedRun):
         self._require_open("step")
         if self._is_in_step:
             raise SelectionError(
-                "A step began within a step. A step is one batch, from its forward pass to the optimizer's step; leave "
-                "the one before, or accumulate over several batches within one step."
+                "A step began within a step. A step is one batch, from its forward pass to the optimizer's step: leave "
+                "the previous step first, or accumulate several batches within one step."
             )
         if self._failed is not None:
             raise self._went_on(self._failed)
@@ -411,26 +407,26 @@ class TrainingRun(FollowedRun):
 
     @runs_uncompiled
     def _before_update(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        """Refuse an optimizer that was not given, unless a given one calls it."""
+        """Raise for an optimizer that was not passed, unless a passed one calls it."""
         kind = type(optimizer).__name__
         if id(optimizer) not in self._known:
             own = {id(parameter) for one in self._optimizers for parameter in parameters_of(one)}
             if not all(id(parameter) in own for parameter in parameters_of(optimizer)):
                 if not self._is_in_step:
-                    return  # another training
+                    return  # of another training
                 raise SelectionError(
-                    f"{kind} stepped, and was not given to TrainingRun. Give it all optimizers at the beginning "
-                    "(optimizers=[...]), or begin another with block with a new TrainingRun when one is added."
+                    f"{kind} stepped, but was not passed to TrainingRun. Pass all optimizers at the start "
+                    "(optimizers=[...]), or begin a new with block with a new TrainingRun when you add one."
                 )
             self._known[id(optimizer)] = optimizer
         if not self._is_in_step:
             raise SelectionError(
-                f"{kind} stepped outside a step of the TrainingRun, so nothing would be recorded of it. Put forward, "
-                "backward and the optimizer's step into one `with run.step(batch):`."
+                f"{kind} stepped outside a step of the TrainingRun, which cannot record it. Put forward, backward and "
+                "the optimizer's step into one `with run.step(batch):`."
             )
 
     def _put_logged(self) -> None:
-        """Hand over what was logged since the last step; ranks stop for it together after their next step."""
+        """Pass on what was logged since the last step; ranks stop for it together after their next step."""
         if self._logged:
             metrics, self._logged = self._logged, {}
             reading = self._reading(LOG, metrics, generator_states(self._session.reader))
@@ -446,7 +442,7 @@ class TrainingRun(FollowedRun):
 
     def _require_open(self, what: str) -> None:
         if not self._is_open:
-            raise SelectionError(f"{what} belongs into the block of its run: `with TrainingRun(...) as run:`.")
+            raise SelectionError(f"Use {what} inside the block of its run: `with TrainingRun(...) as run:`.")
 
     def _require_alone(self) -> None:
         other = TrainingRun.open_run
@@ -455,14 +451,14 @@ class TrainingRun(FollowedRun):
             owner = "this TrainingRun itself" if other is self else f"the TrainingRun of {other.reference}"
         if owner is not None:
             raise SelectionError(
-                f"{owner[0].upper()}{owner[1:]} is open already, and a process has one run at a time. Leave it first; "
-                "to record and verify, train twice."
+                f"{owner[0].upper()}{owner[1:]} is open already, and a process can have only one run at a time. Leave "
+                "it first; to record and verify, train twice."
             )
 
     def _went_on(self, error: BaseException) -> NothingComparedError:
         return NothingComparedError(
-            f"Step {self._step} ended with {type(error).__name__} ({error}), which the program caught: a run with half "
-            "a step is no run. Let the error pass, or keep what may fail out of the step."
+            f"Step {self._step} ended with {type(error).__name__} ({error}), which the program caught, so the run "
+            "lacks half a step. Let the error propagate, or move code that may fail out of the step."
         )
 
     def _leave(self, error: BaseException) -> None:

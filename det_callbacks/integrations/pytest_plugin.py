@@ -29,16 +29,16 @@ _OUTCOMES = ("fail", "skip", "xfail")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("determinism", "trainings that are compared bit for bit (det_callbacks)")
-    # an option with an optional value would take a path after it for the value
+    # an option with an optional value would treat a path after it as the value
     for name, value, text in (
-        (_RECORD, "all", "record trainings whose reference is missing, and again those that differ"),
-        (f"{_RECORD}=missing", "missing", "record trainings whose reference is missing, and verify the others"),
-        (f"{_RECORD}=force", "force", "as without a value, also under CI=true"),
+        (_RECORD, "all", "record trainings without a reference, and record trainings that differ again"),
+        (f"{_RECORD}=missing", "missing", "record trainings without a reference, and verify the others"),
+        (f"{_RECORD}=force", "force", "as without a value, but also under CI=true"),
     ):
         group.addoption(name, dest="determinism_record", action="store_const", const=value, help=text)
-    unused = "what references mean that no collected test used"
+    unused = "what to do with references that no collected test used: list them, or fail"
     group.addoption("--determinism-unused", choices=("list", "fail"), default="list", help=unused)
-    text = "what a training means that differs on another machine or with other versions: fail, skip or xfail"
+    text = "outcome of a training that differs on a different machine or with different versions: fail, skip or xfail"
     parser.addini("determinism_not_comparable", text, default="fail")
 
 
@@ -46,8 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
     is_ci = os.environ.get("CI", "").lower() in ("true", "1")
     if is_ci and config.getoption("determinism_record") in ("all", "missing"):
         raise pytest.UsageError(
-            f"{_RECORD} is refused under CI=true: a reference that is recorded there compares nothing. Record on your "
-            f"machine and commit it, or ask for it with {_RECORD}=force."
+            f"{_RECORD} does not work under CI=true, because a test that records compares nothing. Record on your "
+            f"machine and commit the reference, or pass {_RECORD}=force."
         )
     if (value := config.getini("determinism_not_comparable")) not in _OUTCOMES:
         raise pytest.UsageError(f"determinism_not_comparable must be one of {', '.join(_OUTCOMES)}; got {value!r}.")
@@ -58,12 +58,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def training_reference(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> "Iterator[TrainingRuns]":
-    """Return a function that makes a DeterminismCallback; its run is compared with the one that was recorded.
+    """Return a function that makes a DeterminismCallback, which compares the training with its recorded reference.
 
-    It takes any argument of DeterminismCallback but reference, mode and current, and ``name`` where
-    a test trains several times. Call it before the model is built. All generators are seeded with
-    0, and put back after the test. Given a function with a training loop of your own, it calls that
-    with what makes the loop's TrainingRun.
+    It takes any argument of DeterminismCallback except reference, mode and current, and ``name`` if
+    a test trains several times. Call it before you build the model: it seeds all generators with 0,
+    and restores them after the test. To test your own loop, pass it a function, which it calls with
+    ``follow`` to make the loop's TrainingRun.
     """
     from det_callbacks.integrations.pytest_runs import TrainingRuns  # noqa: PLC0415  # loads torch and Lightning
 
@@ -96,7 +96,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     except DetCallbacksError as error:
         failure = error
     if failure is not None:
-        # outside of the handler: pytest would show both texts
+        # outside the handler: pytest would show both texts
         _end(failure, item.config, command=runs.command)
     others = [it for it in item.user_properties if it[0] != _PROPERTY]  # of a test that runs again
     item.user_properties[:] = [*others, (_PROPERTY, json.dumps(done))]
@@ -104,7 +104,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
 
 
 def _end(error: "DetCallbacksError", config: pytest.Config, *, command: str) -> NoReturn:
-    """End a test that differs or could not be compared; pytest's short summary shows the first line."""
+    """Fail a test that differs or could not be compared; pytest's short summary shows the first line."""
     from det_callbacks.report.numerics import numerics_sentence  # noqa: PLC0415  # loads numpy
     from det_callbacks.report.verdict import headline, is_certain_change, verdict_lines  # noqa: PLC0415  # likewise
 
@@ -120,9 +120,10 @@ def _end(error: "DetCallbacksError", config: pytest.Config, *, command: str) -> 
     lines = [first, "", verdict_lines(verdict), ""]
     if verdict.cause == "initial_weights":
         lines.append(
-            "A model that was built before training_snapshot() was called may have other weights: call it first."
+            "A model that you build before you call training_snapshot() may have different weights: call "
+            "training_snapshot() first."
         )
-    lines += ["If the change is intended, record the reference again and commit it:", f"    {command}"]
+    lines += ["If you intended this change, record the reference again and commit it:", f"    {command}"]
     if (report := Path(verdict.current, "report.html")).exists():
         lines.append(f"report: {report}")
     pytest.fail("\n".join(lines), pytrace=False)
@@ -136,7 +137,7 @@ def folder_name(nodeid: str) -> str:
 
 
 class _Summary:
-    """Gathers what the tests of a session did with their references, in all processes."""
+    """Collects, in all processes, what the tests of a session did with their references."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -198,13 +199,11 @@ class _Summary:
             size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
             if size > LARGE_BYTES:
                 terminalreporter.write_line(
-                    f"{self._shown(path)} has {size / 1e6:.1f} MB: train fewer steps, or record level='state'"
+                    f"{self._shown(path)} is {size / 1e6:.1f} MB: train fewer steps, or record at level='state'"
                 )
         if self._unused:
-            failed = "--determinism-unused=fail: the session fails, because " if self._fails_where_unused else ""
-            terminalreporter.write_line(
-                f"{failed}no test uses these references; remove them, or see why their test is gone:"
-            )
+            failed = "The session fails (--determinism-unused=fail): " if self._fails_where_unused else ""
+            terminalreporter.write_line(f"{failed}No test uses these references. Remove them, or restore their tests:")
         for path in self._unused:
             terminalreporter.write_line(f"  {self._shown(path)}")
 

@@ -1,4 +1,4 @@
-"""The trainings of one test, recorded into its folder or verified against it."""
+"""Records the trainings of a test into its folder, or verifies them against it."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ from det_callbacks.verdict import Verdict
 from det_callbacks.verify.judge import compare_runs
 
 _NUMBERS: Mapping[str, Any] = {"only_steps": [0, 1], "keep_tensors": ["*"], "tensor_budget_mib": 4}
-"""What is recorded where numbers are compared, unless a test says otherwise."""
+"""Default arguments for recordings whose numbers are compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,15 +39,15 @@ class _Training:
     reference: Path
     folder: Path
     is_recording: bool
-    tolerance: str | Path | None = None  # of numbers; None where bits are compared
+    tolerance: str | Path | None = None  # for numbers; None compares bits
 
 
 class TrainingRuns:
-    """What the fixture ``training_snapshot`` returns; a test calls it for each training.
+    """The value of the fixture ``training_snapshot``; a test calls it for each training.
 
-    All generators are seeded with 0 now; ``close`` restores everything. ``record``: None verifies,
-    "missing" records what is missing, "all" also replaces what differs. ``command`` records the
-    references of the test.
+    The constructor seeds all generators with 0; ``close`` restores everything. ``record`` is None to
+    verify, "missing" to record missing references, or "all" to also replace references that differ.
+    ``command`` records the references of the test.
     """
 
     def __init__(self, *, folder: Path, record: str | None, new_folder: Callable[[], Path], command: str) -> None:
@@ -66,37 +66,38 @@ class TrainingRuns:
         tolerance: str | Path | None = None,
         **arguments: Any,
     ) -> Any:
-        """Return a DeterminismCallback that records or verifies; its settings are in force from now on.
+        """Return a DeterminismCallback that records or verifies; its settings are in force when this returns.
 
-        With a ``tolerance``, numbers are compared instead of bits: of the tensors of the first two
-        steps, or those that ``keep_tensors`` and ``only_steps`` choose, a sample of 4 MiB a step or
-        ``tensor_budget_mib``. It is "torch.testing", or a folder of ``det-callbacks check --numerics``.
+        With a ``tolerance``, it compares numbers instead of bits: a sample of 4 MiB a step (or
+        ``tensor_budget_mib``) from the tensors of the first two steps, or from those that
+        ``keep_tensors`` and ``only_steps`` choose. The tolerance is "torch.testing", or a folder of
+        ``det-callbacks check --numerics``.
 
-        A function is called instead, with what makes the ``TrainingRun`` of its loop:
-        ``follow(model=..., optimizers=...)``; returned is what it returns. ``name`` tells several
-        trainings of a test apart.
+        If given a function, it calls the function with ``follow`` and returns its result; the loop
+        gets its ``TrainingRun`` from ``follow(model=..., optimizers=...)``. ``name`` distinguishes
+        several trainings of a test.
         """
         if train is not None and not callable(train):
             raise SelectionError(
-                f"training_snapshot takes a function with a training loop, and got {train!r}; arguments have names."
+                f"training_snapshot takes a function with a training loop, but got {train!r}. Pass all other arguments "
+                "by name."
             )
         if ours := [one for one in ("reference", "mode", "current") if one in arguments]:
-            raise SelectionError(f"training_snapshot chooses {ours[0]} by itself; leave it out.")
+            raise SelectionError(f"training_snapshot chooses {ours[0]} itself: omit it.")
         if name is not None and (not name or Path(name).name != name or name.startswith(".")):
-            raise SelectionError(f"name={name!r} cannot be the name of a folder; give it a word.")
+            raise SelectionError(f"name={name!r} is not a valid folder name: use a word.")
         if name in self._trainings or (self._trainings and None in (name, *self._trainings)):
-            raise SelectionError("This test asks for several trainings: give each a name of its own, name=...")
+            raise SelectionError("This test has several trainings: give each a different name, name=...")
         reference = self._folder if name is None else self._folder / name
         if name is None and any(self._folder.glob("*/run.json")):
-            raise SelectionError(f"{self._folder} holds references by name. Give a name, or remove them.")
+            raise SelectionError(f"{self._folder} holds references with names: pass name=..., or remove them.")
         if settings is not None:
             self._undo.enter_context(enforce_determinism(settings))
         is_there = (reference / MANIFEST).exists()
         is_recording = self._record == "all" or (self._record is not None and not is_there)
         if not is_recording and not is_there:
             raise ReferenceNotFoundError(
-                f"There is no reference in {reference}, so nothing can be compared. Record it and commit it:\n"
-                f"    {self.command}",
+                f"This test has no reference in {reference}. Record one and commit it:\n    {self.command}",
                 str(reference),
             )
         folder = self._new_folder() / "run"
@@ -113,7 +114,7 @@ class TrainingRuns:
         return train(partial(TrainingRun, place, **arguments))
 
     def finish(self) -> dict[str, str]:
-        """Compare or keep the trainings of a test that passed; raise where one differs or did not end.
+        """Compare or keep the trainings of a test that passed; raise if one differs or did not end.
 
         Returns "matched", "recorded", "re-recorded" or "unchanged" for each reference.
         """
@@ -132,13 +133,13 @@ class TrainingRuns:
 
 
 def _check(training: _Training) -> None:
-    """Raise if a training did not end, or differs, by the verdict's file: ``ddp_spawn`` returns no attributes."""
+    """Raise if a training did not end, or differs by its verdict file: ``ddp_spawn`` returns no attributes."""
     is_recorded = training.is_recording or training.tolerance is not None
-    done, file = ("recorded", MANIFEST) if is_recorded else ("compared", VERDICT_FILE)
+    done, file = ("recorded for", MANIFEST) if is_recorded else ("compared with", VERDICT_FILE)
     if not (training.folder / file).exists():
         raise NothingComparedError(
-            f"Nothing was {done}: no training came to its end with the reference {training.reference}. Give the "
-            "callback to the Trainer, callbacks=[callback], and call trainer.fit; or train in a loop of your own in "
+            f"No training completed, so nothing was {done} {training.reference}. Pass the callback to a "
+            "Trainer (callbacks=[callback]) and call trainer.fit, or train in "
             "`with follow(model=..., optimizers=...) as run:`."
         )
     if is_recorded and (reason := Run.open(training.folder).incomplete_reason) is not None:
@@ -154,7 +155,7 @@ def _check(training: _Training) -> None:
 
 
 def _compared(training: _Training) -> Verdict:
-    """Return the verdict on a recording and its reference, with their numbers where these are what counts."""
+    """Return the verdict on a recording and its reference; it compares numbers if there is a tolerance."""
     if training.tolerance is None:
         return compare_runs(training.reference, training.folder)
     ours, theirs = (Run.open(path) for path in (training.reference, training.folder))
@@ -164,32 +165,32 @@ def _compared(training: _Training) -> Verdict:
     ]
     if steps[0] != steps[1]:
         raise NothingComparedError(
-            f"The training has other steps than its reference {training.reference}, so not all of their numbers can be "
-            "compared. Train as many steps, or record the reference again."
+            f"The training has different steps from its reference {training.reference}, so some of their numbers "
+            "cannot be compared. Train as many steps, or record the reference again."
         )
     tolerance = None if training.tolerance == "torch.testing" else training.tolerance
     return compare_runs(training.reference, training.folder, numerics=True, tolerance=tolerance)
 
 
 def _agrees(verdict: Verdict) -> bool:
-    """Return whether a training is its reference: in its bits or, where these were compared, in its numbers."""
+    """Return whether a training matches its reference, in bits, or in numbers if those were compared."""
     return verdict.verdict == "match" if verdict.numerics is None else not verdict.numerics.num_beyond
 
 
 def _keep(training: _Training) -> str:
-    """Move a recording to its place, unless an equal reference is there; return what was done."""
+    """Move a recording to its place, unless the reference there is equal; return the outcome."""
     target = training.reference
     is_there = (target / MANIFEST).exists()
     if is_there:
         try:
             if _agrees(_compared(training)):
                 return "unchanged"
-        except DetCallbacksError:  # damaged, or another selection: replace it
+        except DetCallbacksError:  # damaged, or recorded with a different selection: replace it
             pass
     lock = FolderLock(target)  # two sessions may record at once
     lock.acquire(instead="run one session at a time")
     try:
-        with writing(target, instead="run the tests where the folder of the test file can be written"):
+        with writing(target, instead="run the tests where the folder of the test file is writable"):
             shutil.rmtree(target / REPLACEMENT, ignore_errors=True)  # of a killed session
             shutil.copytree(training.folder, target / REPLACEMENT)
         put_in_place(target)

@@ -1,4 +1,4 @@
-"""Finds the module that holds everything some optimizers train."""
+"""Finds the module that holds all parameters of some optimizers."""
 
 import gc
 from collections.abc import Sequence, Set
@@ -13,11 +13,11 @@ from det_callbacks.trace.state.optimizers import parameters_of
 
 
 class SeveralModels(nn.Module):
-    """Modules trained together, named by their classes, and tensors of none of them."""
+    """Modules trained together, named by their classes, and trained tensors outside modules."""
 
 
 def models_of(module: nn.Module, optimizers: Sequence[Optimizer]) -> nn.Module:
-    """Return the module that was called, or one that holds every parameter of the optimizers."""
+    """Return the called module, or a module that holds every parameter of the optimizers."""
     parameters: dict[int, torch.Tensor] = {}
     for optimizer in optimizers:
         parameters |= {id(tensor): tensor for tensor in parameters_of(optimizer)}

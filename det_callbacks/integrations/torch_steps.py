@@ -1,11 +1,11 @@
-"""Finds where the steps of any training begin and end, without a changed line.
+"""Finds where the steps of any training begin and end, without changes to the script.
 
 A step begins when a module that holds parameters of an optimizer is called with gradients enabled.
-Once an optimizer has stepped, it ends before the next batch is drawn from a ``DataLoader``, before
-a module is called in evaluation mode without gradients, or before the next call of a module when
-every optimizer has stepped.
+Once an optimizer has stepped, the step ends before a ``DataLoader`` draws the next batch, before a
+module is called in evaluation mode without gradients, or, if every optimizer has stepped, before the
+next call of a module.
 
-Until a training begins this costs 0.1 s, and 0.1 microseconds for each call of a module.
+Before a training begins, this costs 0.1 s once, and 0.1 microseconds for each call of a module.
 """
 
 import os
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from det_callbacks.integrations.followed import FollowedLoop
 
 _PLACES = {
-    "__init__": "of Optimizer: torch does not list its optimizers",
+    "__init__": "of Optimizer: torch keeps no list of optimizers",
     "__iter__": "of DataLoader: torch has no hook for a loader",
     "__next__": "of a DataLoader's iterator: likewise",
-    "__enter__": "of inference_mode, in which a dispatch mode cannot be left: the step ends first",
-    "destroy_process_group": "of torch.distributed: the ranks agree on a verdict before they part",
+    "__enter__": "of inference_mode: a dispatch mode cannot be exited inside it, so the step ends before",
+    "destroy_process_group": "of torch.distributed: the ranks exchange their verdicts before it",
 }
 
 
@@ -52,10 +52,10 @@ class TorchSteps:
         self._run: FollowedLoop | None = None
         self._is_off = False
         self._awaits_module = True  # a call of a module may begin or end a step
-        self._stepped: set[int] = set()  # in this step, by identity
-        self._idle: set[int] = set()  # optimizers that a step need not wait for
+        self._stepped: set[int] = set()  # optimizers that stepped in this step, by identity
+        self._idle: set[int] = set()  # optimizers that need not step in a step
         self._has_drawn = False  # since the step began
-        self._has_trained = False  # a module was called in training mode
+        self._has_trained = False  # whether a module was called in training mode
         self._optimizers: list[ref[Optimizer]] = []
         self._used: set[int] = set()
         self._trained: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
@@ -66,7 +66,7 @@ class TorchSteps:
         self._pid = os.getpid()
 
     def begin(self) -> None:
-        # changes nothing here: torch calls the hooks again for the wrapper of a compiled module
+        # harmless: torch calls the hooks again for the wrapper of a compiled module
         warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks", UserWarning)
         register_module_forward_pre_hook(self._before_module)
         register_optimizer_step_post_hook(self._after_update)
@@ -78,13 +78,13 @@ class TorchSteps:
         around(dist, "destroy_process_group", self._part)
 
     def give_way(self) -> None:
-        """Stop: a Trainer of Lightning is built, which has a callback of its own."""
+        """Stop, because the script builds a Lightning Trainer, which gets a callback."""
         if self._run is not None and not self._is_off:
             from det_callbacks.errors import SelectionError  # noqa: PLC0415  # only here
 
             raise SelectionError(
-                "This script trains in a loop of its own and then builds a Trainer of Lightning, and det-callbacks "
-                "follows one or the other. Start it for a script that does one of them."
+                "This script trains in its own loop and then builds a Lightning Trainer, but det-callbacks follows "
+                "only one of them. Split the script in two."
             )
         self._is_off = True
 
@@ -147,7 +147,7 @@ class TorchSteps:
             self._end_step()
         elif not has_gradients or not self._is_trained(module):
             return
-        # a script that never calls train() trains in the mode of its model
+        # a script that never calls train() trains in whatever mode its model has
         if module.training or not self._has_trained:
             self._begin_step(module, args)
 
@@ -159,14 +159,14 @@ class TorchSteps:
             self._unfollowed[type(optimizer).__name__] += 1
             return
         if id(optimizer) in self._stepped and not self._has_drawn:
-            # the others are of another training, or idle
+            # the others belong to another training, or are idle
             self._idle.update(id(one) for one in self._run.optimizers if id(one) not in self._stepped)
         self._stepped.add(id(optimizer))
         self._idle.discard(id(optimizer))
         self._awaits_module = True
 
     def _is_elsewhere(self) -> bool:
-        """Return whether this call belongs to another thread, a worker, or a process that is not followed."""
+        """Return whether this call comes from another thread, a worker, or a process that is not followed."""
         if self._is_off or get_ident() != main_thread().ident:
             return True
         return self._run is not None and self._pid != os.getpid()
@@ -182,14 +182,14 @@ class TorchSteps:
         return [optimizer for known in self._optimizers if (optimizer := known()) is not None]
 
     def _has_all_stepped(self) -> bool:
-        assert self._run is not None, "it is told by an optimizer's step"
+        assert self._run is not None, "an optimizer has stepped"
         return all(id(one) in self._stepped or id(one) in self._idle for one in self._run.optimizers)
 
     def _begin_step(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         from det_callbacks.integrations.command import print_errors_plainly  # noqa: PLC0415  # loads what records
         from det_callbacks.integrations.followed import FollowedLoop  # noqa: PLC0415  # likewise
 
-        if self._run is None and FollowedLoop.is_replaced():  # the script has its own run
+        if self._run is None and FollowedLoop.is_replaced():
             self._is_off = True
             return
         self._has_trained |= module.training
@@ -199,7 +199,7 @@ class TorchSteps:
                 print_errors_plainly(self.fail)
                 self._run = FollowedLoop(self._asked, module, self._optimizers_with(module))
                 self._pid = os.getpid()
-                # Not atexit, which forked processes do not run. Before those of fits.py, which have 0.
+                # Not atexit, which forked processes skip. Runs before the finalizers of fits.py, which have 0.
                 Finalize(None, self.end_process, exitpriority=10)
                 self._run.begin_fit()
             elif not self._run.holds(module):
@@ -258,7 +258,7 @@ class TorchSteps:
             return
         try:
             self._end_fit()
-        except BaseException as error:  # noqa: BLE001  # nothing catches it in an exit handler
+        except BaseException as error:  # noqa: BLE001  # exit handlers ignore exceptions
             sys.excepthook(type(error), error, error.__traceback__)
         self._run.end_process(self._unfollowed)
 

@@ -1,6 +1,6 @@
-"""Every private name of Dynamo and inductor (torch 2.11 to 2.15): what for, and what is lost without it.
+"""The private names of Dynamo and inductor (torch 2.11 to 2.15), each with its purpose.
 
-Importing Dynamo takes seconds, so ``later`` names are looked up when they are asked for.
+Importing Dynamo takes seconds, so ``later`` names are looked up on first use.
 """
 
 import re
@@ -13,7 +13,7 @@ from det_callbacks.internals.torch import TORCH
 _SLOWER = "torch.compile may take longer while a run is recorded"
 _set_strategy = TORCH.optional(
     "torch._C._dynamo.eval_frame.set_code_exec_strategy",
-    "keeps Dynamo from looking at functions that run between the parts of a compiled one",
+    "keeps Dynamo from tracing functions that run between the parts of a compiled function",
     lost=_SLOWER,
 )
 _make_strategy = TORCH.optional("torch._C._dynamo.eval_frame._FrameExecStrategy", "likewise", lost=_SLOWER)
@@ -21,13 +21,13 @@ _actions = TORCH.optional("torch._C._dynamo.eval_frame._FrameAction", "likewise"
 
 
 def skip(code: CodeType) -> None:
-    """Have Dynamo run this code as it is, as ``torch.compiler.disable`` does, without importing Dynamo."""
+    """Have Dynamo skip this code, like ``torch.compiler.disable``, without importing Dynamo."""
     if None not in (_set_strategy, _make_strategy, _actions):
         _set_strategy(code, _make_strategy(_actions.SKIP, _actions.SKIP))
 
 
 def break_graph_at(function: Any, reason: str) -> None:
-    """Have Dynamo end a graph where the function is called, without importing Dynamo."""
+    """Have Dynamo break the graph at calls of this function, without importing Dynamo."""
     function._torchdynamo_disable = True
     function._torchdynamo_disable_msg = reason
 
@@ -35,67 +35,71 @@ def break_graph_at(function: Any, reason: str) -> None:
 OBSERVE_IN_ORDER = TORCH.optional(
     "torch._library.effects.EffectType.ORDERED",
     "keeps an op that returns nothing in a graph",
-    lost="what compiled functions observe is left out",
+    lost="observations in compiled functions are not recorded",
 )
 
-# What is replaced while a run is followed.
+# Replaced while a run is followed.
 
 COMPILES_GRAPH = "call_user_compiler"
-_output_graph = TORCH.later("torch._dynamo.output_graph.OutputGraph", "what Dynamo makes a graph with")
+_output_graph = TORCH.later("torch._dynamo.output_graph.OutputGraph", "the class that builds Dynamo's graphs")
 _compiles_graph = TORCH.later(
-    f"torch._dynamo.output_graph.OutputGraph.{COMPILES_GRAPH}", "the method that hands a graph to its compiler"
+    f"torch._dynamo.output_graph.OutputGraph.{COMPILES_GRAPH}", "the method that passes a graph to its compiler"
 )
 
 
 def output_graph() -> Any:
-    """Return the class whose method ``COMPILES_GRAPH`` hands each graph to its compiler."""
-    _compiles_graph()  # raises where it is missing
+    """Return the class whose method ``COMPILES_GRAPH`` passes each graph to its compiler."""
+    _compiles_graph()  # raises if it is missing
     return _output_graph()
 
 
 def inductor_graph() -> Any:
-    """Return the class of what inductor compiled, None where inductor was not imported."""
+    """Return the class of inductor's compiled graphs, None if inductor was not imported."""
     module = sys.modules.get("torch._inductor.output_code")
     return None if module is None else _inductor_graph()
 
 
-_inductor_graph = TORCH.later("torch._inductor.output_code.CompiledFxGraph", "tells of what was compiled before")
+_inductor_graph = TORCH.later(
+    "torch._inductor.output_code.CompiledFxGraph", "the class of graphs that were compiled before"
+)
 _LAZY_GRAPH = "torch.fx._lazy_graph_module._LazyGraphModule"
-LazyGraph = TORCH.needed_class(_LAZY_GRAPH, "a graph that Dynamo writes later")
-LAZY_FORWARD = TORCH.name_of(f"{_LAZY_GRAPH}._lazy_forward", "the method that writes it, and then runs it")
+LazyGraph = TORCH.needed_class(_LAZY_GRAPH, "a graph whose code Dynamo generates at its first call")
+LAZY_FORWARD = TORCH.name_of(f"{_LAZY_GRAPH}._lazy_forward", "the method that generates and runs it")
 write_lazy_graph = TORCH.needed(f"{_LAZY_GRAPH}.force_recompile", "writes it")
 
-# What is forgotten when a run begins.
+# Reset when a run begins.
 
-stance = TORCH.later("torch._dynamo.eval_frame._stance", "whether code that was compiled may be compiled again")
+stance = TORCH.later("torch._dynamo.eval_frame._stance", "whether compiled code may be compiled again")
 forget_code = TORCH.later(
     "torch._dynamo.reset_code_caches",
-    "drops what was compiled; torch.compiler.reset also turns compiled autograd off and drops CUDA graphs",
+    "drops compiled code; torch.compiler.reset also turns off compiled autograd and drops CUDA graphs",
 )
-varying_sizes = TORCH.later("torch._dynamo.pgo.get_code_state", "the sizes that Dynamo has seen vary")
+varying_sizes = TORCH.later("torch._dynamo.pgo.get_code_state", "the sizes that Dynamo saw vary")
 
-# What compare_compiled needs.
+# For compare_compiled.
 
 COMPARING = "compare_compiled"
-config = TORCH.later("torch._dynamo.config", "has Dynamo raise where it would go back to eager code", for_=COMPARING)
-inductor_config = TORCH.later("torch._inductor.config", "the same random numbers as in eager code", for_=COMPARING)
+config = TORCH.later("torch._dynamo.config", "makes Dynamo raise instead of falling back to eager code", for_=COMPARING)
+inductor_config = TORCH.later(
+    "torch._inductor.config", "makes inductor draw the random numbers of eager code", for_=COMPARING
+)
 compiler_of = TORCH.later(
-    "torch._dynamo.backends.registry.lookup_backend", "the compiler behind the name of a backend", for_=COMPARING
+    "torch._dynamo.backends.registry.lookup_backend", "the compiler of a named backend", for_=COMPARING
 )
 inductor_with_mode = TORCH.later(
-    "torch._TorchCompileInductorWrapper", "what torch.compile makes of a mode of inductor", for_=COMPARING
+    "torch._TorchCompileInductorWrapper", "the backend that torch.compile makes for a mode of inductor", for_=COMPARING
 )
 optimized_module = TORCH.later(
-    "torch._dynamo.eval_frame.OptimizedModule", "the class of what torch.compile makes of a module", for_=COMPARING
+    "torch._dynamo.eval_frame.OptimizedModule", "the class of modules that torch.compile returns", for_=COMPARING
 )
 
 # Attributes.
 
-ORIGINAL = "_orig_mod"  # of what ``torch.compile(module)`` returns: the module
-GRAPH_SOURCE = "_dynamo_source"  # of an input of a graph: where Dynamo found it
+ORIGINAL = "_orig_mod"  # of a compiled module: the original module
+GRAPH_SOURCE = "_dynamo_source"  # of a graph's input: where Dynamo found it
 GRAPH_MEMBER = re.compile(r"[LG]\['\w+'\](?:\.__self__)?(?:\._(?:modules|parameters|buffers)\['[^']+'\])+")
 """Dynamo's text for a parameter or buffer: "L['self']._modules['net']._parameters['weight']"."""
 INDUCTOR_CONFIG = "torch._inductor.config"
 is_compiled_in_place = TORCH.of_instance(
-    "torch.nn.Module._compiled_call_impl", "what Module.compile has put in place of a call", for_=COMPARING
+    "torch.nn.Module._compiled_call_impl", "the call that Module.compile installed", for_=COMPARING
 )

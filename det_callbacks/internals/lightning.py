@@ -1,4 +1,4 @@
-"""Every private name of Lightning (2.5 to 2.6) that is used: what for, and what is lost without it."""
+"""The private names of Lightning (2.5 to 2.6), each with its purpose and what is lost without it."""
 
 import logging
 from typing import TYPE_CHECKING, Any
@@ -19,48 +19,48 @@ if TYPE_CHECKING:
     WrappingCheckpointIO = _WrappingCheckpointIO
 else:
     WrappingCheckpointIO = LIGHTNING.needed_class(
-        "lightning.pytorch.plugins.io.wrapper._WrappingCheckpointIO", "what writes checkpoints by way of another"
+        "lightning.pytorch.plugins.io.wrapper._WrappingCheckpointIO", "a checkpoint writer that wraps another"
     )
 DataLoaderIterFetcher = LIGHTNING.needed_class(
-    "lightning.pytorch.loops.fetchers._DataLoaderIterDataFetcher", "a training step that draws batches itself"
+    "lightning.pytorch.loops.fetchers._DataLoaderIterDataFetcher",
+    "the fetcher for training steps that draw batches themselves",
 )
 PrefetchFetcher = LIGHTNING.needed_class(
-    "lightning.pytorch.loops.fetchers._PrefetchDataFetcher", "what draws batches ahead"
+    "lightning.pytorch.loops.fetchers._PrefetchDataFetcher", "the fetcher that prefetches batches"
 )
 Loop = LIGHTNING.needed_class("lightning.pytorch.loops.loop._Loop", "the class of loops")
 MultiProcessingLauncher = LIGHTNING.needed_class(
-    "lightning.pytorch.strategies.launchers._MultiProcessingLauncher", "processes that give nothing back"
+    "lightning.pytorch.strategies.launchers._MultiProcessingLauncher", "the launcher of processes that return nothing"
 )
 
 # Of the Trainer and its strategy.
 
 checkpoint_connector = LIGHTNING.of_instance(
-    "lightning.pytorch.Trainer._checkpoint_connector", "restores strategies that shard after the fit has begun"
+    "lightning.pytorch.Trainer._checkpoint_connector", "restores sharding strategies after the fit has begun"
 )
 RESTORE = LIGHTNING.name_of(
     "lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector._restore_modules_and_callbacks",
-    "the method that does so",
+    "the method that restores them",
 )
-results = LIGHTNING.of_instance("lightning.pytorch.Trainer._results", "what was logged in a validation or a test")
-logger_connector = LIGHTNING.of_instance(
-    "lightning.pytorch.Trainer._logger_connector", "has the values of what was logged"
-)
+results = LIGHTNING.of_instance("lightning.pytorch.Trainer._results", "the metrics logged in a validation or a test")
+logger_connector = LIGHTNING.of_instance("lightning.pytorch.Trainer._logger_connector", "holds the logged values")
 callback_metrics = LIGHTNING.of_instance(
-    "_LoggerConnector._callback_metrics", "the values; Trainer.callback_metrics may compute them, by a collective"
+    "_LoggerConnector._callback_metrics",
+    "the logged values; Trainer.callback_metrics may compute them, with a collective",
 )
-progress_bar_metrics = LIGHTNING.of_instance("_LoggerConnector._progress_bar_metrics", "the same of the progress bar")
+progress_bar_metrics = LIGHTNING.of_instance("_LoggerConnector._progress_bar_metrics", "the same for the progress bar")
 name_of_result = LIGHTNING.needed(
     "lightning.pytorch.trainer.connectors.logger_connector.result._ResultCollection._forked_name",
     "the names under which a result is logged",
 )
 ddp_hook_state = LIGHTNING.of_instance(
     "lightning.pytorch.strategies.DDPStrategy._ddp_comm_state",
-    "whether a communication hook keeps something that nobody saves",
+    "whether a communication hook keeps state that is not saved",
     for_="exact resume under DDP",
 )
 model_averager = LIGHTNING.of_instance(
     "lightning.pytorch.strategies.DDPStrategy._model_averager",
-    "whether replicas differ by design between two averagings",
+    "whether replicas differ by design between averagings",
     for_="ReplicaAuditCallback",
 )
 
@@ -69,56 +69,56 @@ model_averager = LIGHTNING.of_instance(
 combined_loader = LIGHTNING.of_instance("_FitLoop._combined_loader", "the loaders of a loop, None before they are made")
 LOAD_LOADER_STATES = LIGHTNING.name_of(
     "lightning.pytorch.loops.fit_loop._FitLoop._load_combined_loader_states",
-    "the method that runs just before the loaders are first iterated over",
+    "the method that runs just before the first iteration over the loaders",
 )
 loader_mode = LIGHTNING.of_instance(
     "lightning.pytorch.utilities.CombinedLoader._mode",
-    "in which order several loaders are drawn from",
+    "the order in which several loaders are drawn from",
     for_="a fit with several training loaders",
 )
 is_restarting = LIGHTNING.of_instance(
     "_FitLoop._restarting",
-    "whether a loop goes on from a checkpoint; its public setter also sets it on the loops inside",
+    "whether a loop continues from a checkpoint; its public setter also sets it on inner loops",
 )
-data_fetcher = LIGHTNING.of_instance("_FitLoop._data_fetcher", "what draws batches of the loaders")
+data_fetcher = LIGHTNING.of_instance("_FitLoop._data_fetcher", "draws batches from the loaders")
 should_accumulate = LIGHTNING.of_instance(
-    "_FitLoop._should_accumulate", "whether a batch ends no optimizer step, when its metrics are not logged"
+    "_FitLoop._should_accumulate", "whether a batch ends without an optimizer step, so that its metrics are not logged"
 )
 num_optimizer_steps = LIGHTNING.of_instance(
-    "_TrainingEpochLoop._batches_that_stepped", "the number that metrics are logged under"
+    "_TrainingEpochLoop._batches_that_stepped", "the step under which metrics are logged"
 )
 is_out_of_batches = LIGHTNING.of_instance(
-    "_TrainingEpochLoop._num_ready_batches_reached", "whether the data of the epoch is used up"
+    "_TrainingEpochLoop._num_ready_batches_reached", "whether the data of the epoch is exhausted"
 )
 is_training_done = LIGHTNING.of_instance("_TrainingEpochLoop._is_training_done", "whether a batch was the last one")
-epoch_results = LIGHTNING.of_instance("_TrainingEpochLoop._results", "what was logged in a training epoch")
+epoch_results = LIGHTNING.of_instance("_TrainingEpochLoop._results", "the metrics logged in a training epoch")
 should_validate = LIGHTNING.of_instance(
     "_TrainingEpochLoop._should_check_val_fx", "whether a validation follows a batch"
 )
-validation_data = LIGHTNING.of_instance("_EvaluationLoop._data_source", "whether there is data to validate with")
+validation_data = LIGHTNING.of_instance("_EvaluationLoop._data_source", "whether there is validation data")
 
 
 def end_restart(loop: Any) -> None:
-    """Have this loop, and none of those inside, no longer go on from a checkpoint."""
+    """Mark this loop, but not its inner loops, as no longer continuing from a checkpoint."""
     loop._restarting = False
 
 
 def all_missing() -> list[str]:
-    """Return a sentence for each name that is missing; of those of a Trainer, which is made here, the first."""
+    """Return a sentence for each missing name; for attributes of a Trainer, which is made here, only the first."""
     log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     before = log.level
-    log.setLevel(logging.WARNING)  # a new Trainer says what accelerators there are
+    log.setLevel(logging.WARNING)  # a new Trainer logs the available accelerators
     try:
         require(pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False))
     except UnsupportedVersionError:
-        pass  # from now on the name is among those that are missing
+        pass  # the name is now among the missing ones
     finally:
         log.setLevel(before)
     return LIGHTNING.all_missing()
 
 
 def require(trainer: pl.Trainer) -> None:
-    """Raise UnsupportedVersionError where torch, Lightning or a Trainer lacks what following a fit needs."""
+    """Raise UnsupportedVersionError if torch, Lightning or a Trainer lacks a name that following a fit needs."""
     TORCH.require(RECORDING)
     LIGHTNING.require(RECORDING)
     epoch_loop = trainer.fit_loop.epoch_loop

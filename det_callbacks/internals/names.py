@@ -1,4 +1,4 @@
-"""How a private name is looked up: a missing one breaks no import, and is known before anything is recorded."""
+"""Looks up private names; a missing one breaks no import, and is reported before anything is recorded."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ from det_callbacks.errors import UnsupportedVersionError
 from det_callbacks.internals.versions import TESTED
 
 RECORDING = "recording"
-"""What most names are needed for: everything that traces ops."""
+"""The purpose of most names: everything that traces ops."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrivateName:
-    """A name that another package does not promise to keep.
+    """A name outside the public API of another package.
 
     Attributes:
-        needed_for: what is refused without it; "" where the package goes on with less.
-        lost: what is lost without it, where the package goes on.
+        needed_for: what is refused without it; "" if the package continues without it.
+        lost: what is lost without it, if the package continues.
         is_of_instance: whether only instances of the class in its path have the attribute.
-        example: an instance that has it, where one can be made at import.
+        example: an instance that has it, if one can be made at import.
     """
 
     path: str
@@ -38,11 +38,11 @@ class PrivateName:
 
 
 MISSING = object()
-"""What ``find`` returns for a name that is not there."""
+"""Returned by ``find`` for a missing name."""
 
 
 def find(path: str, example: Any = None) -> Any:
-    """Return what a dotted path names, or the attribute of an ``example`` that it ends in; ``MISSING`` if nothing."""
+    """Return the object at a dotted path, or the path's last attribute of an ``example``; ``MISSING`` if none."""
     if example is not None:
         return getattr(example, path.rpartition(".")[2], MISSING)
     module, _, rest = path.partition(".")
@@ -64,21 +64,21 @@ class PrivateNames:
         self.package = package
         self.known: dict[str, PrivateName] = {}
         self.missing: list[PrivateName] = []
-        self.readers: dict[str, Callable[[Any], Any]] = {}  # of attributes that only instances have
+        self.readers: dict[str, Callable[[Any], Any]] = {}  # for attributes that only instances have
 
     def needed(self, path: str, purpose: str, *, for_: str = RECORDING) -> Any:
-        """Return what a name means, or something that raises when it is used."""
+        """Return the object at a path, or one that raises when it is used."""
         name = self._note(path, purpose, for_)
         found = self._look_up(name)
         return Refusal(self, name) if found is MISSING else found
 
     def needed_class(self, path: str, purpose: str) -> Any:
-        """Return a class, or one without instances."""
+        """Return the class at a path, or a class without instances."""
         found = self._look_up(self._note(path, purpose, RECORDING))
         return type("Missing", (), {}) if found is MISSING else found
 
     def attribute(self, path: str, purpose: str, *, reads: Callable[[str], Any] = attrgetter) -> Callable[[Any], Any]:
-        """Return what reads this attribute of an instance, or with ``methodcaller`` calls this method."""
+        """Return a function that reads this attribute of an instance, or with ``methodcaller`` calls this method."""
         found = self.needed(path, purpose)
         return found if isinstance(found, Refusal) else reads(path.rpartition(".")[2])
 
@@ -92,7 +92,7 @@ class PrivateNames:
         return path.rpartition(".")[2]
 
     def later(self, path: str, purpose: str, *, for_: str = RECORDING) -> Callable[[], Any]:
-        """Return what looks a name up when it is called: for slow imports."""
+        """Return a function that looks up the name when called, to defer slow imports."""
         name = self._note(path, purpose, for_)
 
         def look_up() -> Any:
@@ -104,7 +104,7 @@ class PrivateNames:
         return look_up
 
     def of_instance(self, path: str, purpose: str, *, for_: str = RECORDING) -> Callable[[Any], Any]:
-        """Return what reads an attribute that only instances have."""
+        """Return a function that reads an attribute that only instances have."""
         name = self._note(path, purpose, for_, is_of_instance=True)
         attribute = path.rpartition(".")[2]
 
@@ -120,13 +120,13 @@ class PrivateNames:
         return read
 
     def require(self, for_: str) -> None:
-        """Raise UnsupportedVersionError where a name is missing that this needs."""
+        """Raise UnsupportedVersionError if a name is missing that this feature needs."""
         for name in self.missing:
             if name.needed_for == for_:
                 raise self.refusal(name)
 
     def refusal(self, name: PrivateName, *, package: str = "") -> UnsupportedVersionError:
-        """Return the error for a name that is missing and needed, in this package or in its twin."""
+        """Return the error for a missing name that is needed, in this package or its twin."""
         package = package or self.package
         version = import_module(package).__version__
         oldest, newest = TESTED[self.package]
@@ -162,7 +162,7 @@ class PrivateNames:
 
 
 class Refusal:
-    """Replaces a missing name: it may be passed on, and raises when it is called or looked into."""
+    """Stands in for a missing name; raises when it is called or an attribute is read."""
 
     def __init__(self, names: PrivateNames, name: PrivateName) -> None:
         self._error = partial(names.refusal, name)

@@ -1,4 +1,4 @@
-"""Every private name of torch (2.11 to 2.15) that is used, except Dynamo's: what for, and what is lost without it."""
+"""The private names of torch (2.11 to 2.15) except Dynamo's, each with its purpose and what is lost without it."""
 
 import sys
 from collections.abc import Callable
@@ -15,29 +15,29 @@ from det_callbacks.internals.names import MISSING, PrivateNames
 
 TORCH = PrivateNames("torch")
 
-# What names are needed for, beside recording.
+# Purposes of names, beside recording.
 EQUIVALENCE = "BitwiseEquivalenceMode"
 OPS = "det-callbacks ops"
 COMPARING = "compare_modules"
 OF_BUCKETS = "exact resume under DDP"
 
-# Autograd: of the thread that asks.
+# Autograd, in the current thread.
 
 _UNNAMED = "ops of backward passes have no module and no source line"
-_UNNAMED_REPEATED = "ops that activation checkpointing repeats have no module"
+_UNNAMED_REPEATED = "ops that activation checkpointing recomputes have no module"
 
 graph_task_id: Callable[[], int] = TORCH.needed(
-    "torch._C._current_graph_task_id", "the number of the backward pass that runs, -1 outside any"
+    "torch._C._current_graph_task_id", "the number of the running backward pass, -1 outside any"
 )
 current_node = TORCH.optional(
     "torch._C._current_autograd_node",
-    "the autograd node that runs",
+    "the running autograd node",
     without=lambda: None,
     lost=_UNNAMED,
 )
 next_sequence_number: Callable[[], int] = TORCH.optional(
     "torch._C._autograd._get_sequence_nr",
-    "the number that the next autograd node gets",
+    "the sequence number of the next autograd node",
     without=lambda: -1,
     lost=_UNNAMED,
 )
@@ -48,12 +48,12 @@ top_hooks: Callable[[bool], tuple[Any, Any] | None] = TORCH.optional(
     lost=_UNNAMED_REPEATED,
 )
 sequence_number: Callable[[Any], int] = TORCH.attribute(
-    "torch.autograd.graph.Node._sequence_nr", "the number that an autograd node was made with", reads=methodcaller
+    "torch.autograd.graph.Node._sequence_nr", "the sequence number of an autograd node", reads=methodcaller
 )
 _run_backward = TORCH.optional(
     "torch.autograd.graph._engine_run_backward",
     "the frame of every backward pass that Python starts",
-    lost="ops of autograd's formulas are taken for ops of hooks, and have no source line",
+    lost="ops of autograd's formulas look like ops of hooks, and have no source line",
 )
 RUN_BACKWARD: CodeType | None = None if _run_backward is None else _run_backward.__code__
 _call_module = TORCH.optional(
@@ -65,7 +65,7 @@ CALL_MODULE: CodeType | None = None if _call_module is None else _call_module.__
 
 
 def keywords_of_call() -> dict[str, Any]:
-    """Return the keyword arguments of the innermost module call; global hooks get none."""
+    """Return the keyword arguments of the innermost module call, which global hooks do not get."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and CALL_MODULE is not None:
         if frame.f_code.co_filename == CALL_MODULE.co_filename and "kwargs" in frame.f_locals:
@@ -78,7 +78,7 @@ _DISPATCHING = ("_python_dispatch.py", "_compile.py", str(Path("_dynamo") / "eva
 
 
 def is_mode(filename: str, function: str) -> bool:
-    """Return whether a frame is that of a dispatch mode, or of what torch wraps it in."""
+    """Return whether a frame belongs to a dispatch mode, or to torch's wrapper of it."""
     return function == "__torch_dispatch__" or filename.endswith(_DISPATCHING)
 
 
@@ -89,8 +89,8 @@ TORCH.optional(
 )
 CHECKPOINT_FILE = CheckpointFunction.forward.__code__.co_filename
 CHECKPOINT_REGIONS = {"unpack_hook": "frame", "backward": "ctx"}
-"""Function in that file that repeats a checkpointed region -> its variable that stands for the region."""
-CHECKPOINT_PACK_HOOK = "_checkpoint_hook.__init__.<locals>.pack_hook"  # its closure is the region's frame
+"""Function in that file that recomputes a checkpointed region -> its variable that identifies the region."""
+CHECKPOINT_PACK_HOOK = "_checkpoint_hook.__init__.<locals>.pack_hook"  # its closure holds the region's frame
 
 
 TORCH.optional(
@@ -101,7 +101,7 @@ TORCH.optional(
 
 
 def forward_code(node: object) -> CodeType | None:
-    """Return the code of the forward of a Python autograd Function, from its node; None for torch's own nodes."""
+    """Return the forward code of a Python autograd Function by its node; None for torch's nodes."""
     forward = getattr(getattr(type(node), "_forward_cls", None), "forward", None)
     return getattr(forward, "__code__", None)
 
@@ -109,17 +109,17 @@ def forward_code(node: object) -> CodeType | None:
 MAKES_SCALE = "_lazy_init_scale_growth_tracker"
 _make_scale: Callable[[Any, torch.device], None] = TORCH.optional(
     f"torch.amp.GradScaler.{MAKES_SCALE}",
-    "makes the tensors of a gradient scaler, which its first use does otherwise",
+    "creates the tensors of a gradient scaler, which otherwise its first use does",
     without=lambda scaler, device: None,
-    lost="at level op a resumed run with a gradient scaler differs from the run without a break",
+    lost="at level op a resumed run with a gradient scaler differs from an uninterrupted run",
 )
 
 
 def scaler_state(scaler: Any) -> dict[str, Tensor]:
-    """Return the state of a gradient scaler as tensors; its ``state_dict`` waits for the device.
+    """Return the state of a gradient scaler as tensors, since its ``state_dict`` waits for the device.
 
-    They are made now if the scaler was not used yet. Otherwise the first step after a resume had ops
-    that the same step of the uninterrupted run has not.
+    It creates the tensors if the scaler is unused; otherwise the first step after a resume would have
+    ops that the same step of the uninterrupted run does not have.
     """
     if scaler.is_enabled() and getattr(scaler, "_scale", MISSING) is None:
         _make_scale(scaler, torch.device(getattr(scaler, "_device", "cpu")))
@@ -132,26 +132,26 @@ def scaler_state(scaler: Any) -> dict[str, Tensor]:
 
 
 storage_address: Callable[[UntypedStorage], int] = TORCH.attribute(
-    "torch.UntypedStorage._cdata", "the address of a storage, which identifies it while somebody holds it"
+    "torch.UntypedStorage._cdata", "the address of a storage, which identifies it while it is alive"
 )
 pin_storage: Callable[[UntypedStorage], int] = TORCH.attribute(
     "torch.UntypedStorage._weak_ref",
-    "a weak reference that keeps the address of a storage from being used again",
+    "a weak reference that keeps the address of a storage from being reused",
     reads=methodcaller,
 )
-unpin_storage: Callable[[int], None] = TORCH.needed("torch.UntypedStorage._free_weak_ref", "lets such an address go")
+unpin_storage: Callable[[int], None] = TORCH.needed("torch.UntypedStorage._free_weak_ref", "releases such an address")
 storage_at: Callable[[int], UntypedStorage | None] = TORCH.needed(
-    "torch.UntypedStorage._new_with_weak_ptr", "the storage at such an address, None where it is gone"
+    "torch.UntypedStorage._new_with_weak_ptr", "the storage at such an address, None if it is freed"
 )
 memory_address: Callable[[Tensor], Any] = TORCH.needed(
     "torch._C._data_address",
-    "where a tensor's storage begins, 0 without memory; unlike data_ptr it materialises no copy-on-write storage",
+    "the address of a tensor's storage, 0 without memory; unlike data_ptr it materialises no copy-on-write storage",
 )
 is_zero_tensor: Callable[[Tensor], bool] = TORCH.optional(
     "torch._is_zerotensor",
-    "whether a tensor stands for zeros, without memory",
+    "whether a tensor represents zeros, without memory",
     without=lambda tensor: False,
-    lost="efficient zero tensors, which forward-mode differentiation makes, are refused by digests",
+    lost="efficient zero tensors, which forward-mode differentiation makes, have no digests",
 )
 set_conjugate: Callable[[Tensor, bool], None] = TORCH.needed(
     "torch._C._set_conj", "copies the conjugate bit of a tensor", for_=EQUIVALENCE
@@ -168,113 +168,113 @@ if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 else:
     AsyncCollectiveTensor = TORCH.needed_class(
-        "torch.distributed._functional_collectives.AsyncCollectiveTensor", "what a collective has yet to deliver"
+        "torch.distributed._functional_collectives.AsyncCollectiveTensor", "the pending output of a collective"
     )
     OpOverload = TORCH.needed_class("torch._ops.OpOverload", "the class of ops")
     TorchDispatchMode = TORCH.needed_class(
-        "torch.utils._python_dispatch.TorchDispatchMode", "sees every op of the thread that entered it"
+        "torch.utils._python_dispatch.TorchDispatchMode", "sees every op of its thread"
     )
 FakeTensor = TORCH.needed_class("torch._subclasses.fake_tensor.FakeTensor", "a tensor without data")
 FunctionalTensor = TORCH.needed_class("torch._subclasses.functional_tensor.FunctionalTensor", "a tensor without data")
 DispatchKey = TORCH.needed("torch._C.DispatchKey", "names the kernels of an op")
 is_functional: Callable[[Tensor], bool] = TORCH.optional(
     "torch._is_functional_tensor",
-    "whether a tensor stands for another one while functorch traces",
+    "whether a tensor represents another one while functorch traces",
     without=lambda tensor: False,
-    lost="a functional tensor is refused by digests with another message",
+    lost="digests refuse a functional tensor with a different message",
 )
 is_wrapper: Callable[[Tensor], bool] = TORCH.needed(
-    "torch.utils._python_dispatch.is_traceable_wrapper_subclass", "whether a tensor says which tensors it consists of"
+    "torch.utils._python_dispatch.is_traceable_wrapper_subclass", "whether a tensor subclass lists its inner tensors"
 )
 is_transformed: Callable[[Tensor], bool] = TORCH.needed(
     "torch._C._functorch.is_functorch_wrapped_tensor", "whether torch.func has wrapped a tensor"
 )
 is_grad_tracking: Callable[[Tensor], bool] = TORCH.needed(
-    "torch._C._functorch.is_gradtrackingtensor", "whether it is torch.func.grad that has"
+    "torch._C._functorch.is_gradtrackingtensor", "whether torch.func.grad has wrapped it"
 )
 untransformed: Callable[[Tensor], Tensor] = TORCH.needed("torch._C._functorch.get_unwrapped", "the tensor inside")
 MKLDNN = TORCH.optional(
     "torch._mkldnn",
-    "the layout of tensors that oneDNN has packed",
-    lost="tensors of that layout are refused by digests",
+    "the layout of tensors packed by oneDNN",
+    lost="digests refuse tensors of that layout",
 )
 COO_PARTS = (
-    TORCH.name_of("torch.Tensor._indices", "the indices of a sparse COO tensor, also of one that is not coalesced"),
+    TORCH.name_of("torch.Tensor._indices", "the indices of a sparse COO tensor, coalesced or not"),
     TORCH.name_of("torch.Tensor._values", "its values, likewise"),
 )
 num_writes: Callable[[Tensor], int] = TORCH.attribute(
-    "torch.Tensor._version", "how often a tensor was written, as far as autograd was told"
+    "torch.Tensor._version", "the number of writes to a tensor that autograd knows"
 )
-JAGGED_CACHES = frozenset({"_min_seqlen_tensor", "_max_seqlen_tensor"})  # of a jagged tensor, once asked for
+JAGGED_CACHES = frozenset({"_min_seqlen_tensor", "_max_seqlen_tensor"})  # of a jagged tensor, set on first use
 
 # Dispatch.
 
-schema_of = TORCH.attribute("torch.ops.aten.abs.default._schema", "what an op declares of its arguments")
-current_mode = TORCH.needed(
-    "torch.utils._python_dispatch._get_current_dispatch_mode", "the dispatch mode that was entered last"
-)
+schema_of = TORCH.attribute("torch.ops.aten.abs.default._schema", "the schema of an op")
+current_mode = TORCH.needed("torch.utils._python_dispatch._get_current_dispatch_mode", "the innermost dispatch mode")
 push_mode: Callable[[Any], None] = TORCH.needed(
-    "torch.utils._python_dispatch._push_mode", "enters a mode again inside its own handler"
+    "torch.utils._python_dispatch._push_mode", "enters a mode again inside its handler"
 )
 pop_mode = TORCH.needed("torch.utils._python_dispatch._pop_mode", "leaves it")
 without_modes = TORCH.needed(
-    "torch.utils._python_dispatch._disable_current_modes", "keeps all dispatch modes from seeing what runs inside"
+    "torch.utils._python_dispatch._disable_current_modes", "hides the code inside from all dispatch modes"
 )
 num_dispatch_modes: Callable[[], int] = TORCH.optional(
     "torch._C._len_torch_dispatch_stack",
-    "how many dispatch modes are open, which is quicker than to disable them",
+    "the number of open dispatch modes, which is faster than disabling them",
     without=lambda: 1,
     lost="replay and BitwiseEquivalenceMode are slower",
 )
 num_function_modes: Callable[[], int] = TORCH.optional(
     "torch._C._len_torch_function_stack",
-    "how many torch-function modes are open, which is quicker than to disable them",
+    "the number of open torch-function modes, which is faster than disabling them",
     without=lambda: 1,
     lost="digests of tensors are slower",
 )
 without_dispatch = TORCH.needed(
-    "torch._C._DisableTorchDispatch", "keeps dispatch modes and tensor subclasses from seeing what runs inside"
+    "torch._C._DisableTorchDispatch", "hides the code inside from dispatch modes and tensor subclasses"
 )
 without_function_modes = TORCH.needed(
-    "torch._C.DisableTorchFunction", "keeps torch-function modes from seeing what runs inside"
+    "torch._C.DisableTorchFunction", "hides the code inside from torch-function modes"
 )
-without_transforms = TORCH.needed("torch._C._DisableFuncTorch", "keeps torch.func from seeing what runs inside")
-below_autograd = TORCH.needed("torch._C._AutoDispatchBelowAutograd", "keeps autograd from seeing what runs inside")
+without_transforms = TORCH.needed("torch._C._DisableFuncTorch", "hides the code inside from torch.func")
+below_autograd = TORCH.needed("torch._C._AutoDispatchBelowAutograd", "hides the code inside from autograd")
 without_autocast = TORCH.needed("torch._C._DisableAutocast", "runs ops without autocast")
 exclude_key = TORCH.needed(
-    "torch._C._SetExcludeDispatchKeyGuard", "runs the ops inside a kernel with autocast, as without a dispatch mode"
+    "torch._C._SetExcludeDispatchKeyGuard", "runs the ops inside a kernel with autocast, as without a mode"
 )
-has_kernels: Callable[[str], bool] = TORCH.needed("torch._C._dispatch_has_kernel", "whether an op is TorchScript's own")
+has_kernels: Callable[[str], bool] = TORCH.needed(
+    "torch._C._dispatch_has_kernel", "whether an op belongs to TorchScript only"
+)
 has_kernel_for: Callable[[str, str], bool] = TORCH.needed(
     "torch._C._dispatch_has_kernel_for_dispatch_key",
     "whether an op has a kernel; OpOverload.has_kernel_for_dispatch_key counts Python decompositions too",
 )
 all_op_names: Callable[[], list[str]] = TORCH.needed(
     "torch._C._dispatch_get_all_op_names",
-    "every op that is registered; dir(torch.ops.aten) has only those used so far",
+    "all registered ops; dir(torch.ops.aten) has only those used so far",
     for_=OPS,
 )
 set_deterministic: Callable[..., None] = TORCH.optional(
     "torch._C._set_deterministic_algorithms",
-    "torch.use_deterministic_algorithms without its import of inductor",
+    "torch.use_deterministic_algorithms, without importing inductor",
     without=torch.use_deterministic_algorithms,
     lost="the first op without a deterministic implementation takes seconds",
 )
 keep_version: Callable[[Tensor], Any] | None = TORCH.optional(
     "torch.autograd.grad_mode._unsafe_preserve_version_counter",
-    "puts saved bits into a tensor that autograd has saved",
-    lost="what is observed in a compiled function is not put back",
+    "writes saved bits into a tensor that autograd has saved",
+    lost="observations in a compiled function are not restored",
 )
 
 
 TORCH.optional(
     "torch.ops.aten.abs.default._op",
-    "calls an op past the frame that OpOverload.__call__ adds",
-    lost="every op that is recorded takes longer",
+    "calls an op without the frame of OpOverload.__call__",
+    lost="recording takes longer for every op",
 )
 _call_with_key: Callable[[Any], Callable[..., Any]] = TORCH.attribute(
     "torch.ops.aten.abs.default._op_dk",
-    "calls the kernel of a composite op; OpOverload.decompose may call a Python one, of other bits",
+    "calls the kernel of a composite op; OpOverload.decompose may call a Python one, with different bits",
 )
 
 
@@ -299,25 +299,25 @@ CudaGraph = TORCH.needed(
 
 global_pre_hooks: dict[int, Any] = TORCH.needed(
     "torch.nn.modules.module._global_forward_pre_hooks",
-    "global hooks under one key for good: Dynamo compiles anew for each key that the public functions would take",
+    "global hooks under one fixed key: Dynamo recompiles for each new key, which the public functions would take",
 )
 global_hooks: dict[int, Any] = TORCH.needed("torch.nn.modules.module._global_forward_hooks", "likewise, after a call")
 always_called: dict[int, bool] = TORCH.needed(
-    "torch.nn.modules.module._global_forward_hooks_always_called", "likewise, where a call raises"
+    "torch.nn.modules.module._global_forward_hooks_always_called", "likewise, if a call raises"
 )
 _A_MODULE = nn.Module()
 PARAMETERS = TORCH.name_of(
     "torch.nn.Module._parameters",
-    "the dictionary of one module; named_parameters() builds the names of all parts at every call",
+    "the dictionary of a module's parameters; named_parameters() builds all names at every call",
     example=_A_MODULE,
 )
 BUFFERS = TORCH.name_of("torch.nn.Module._buffers", "the dictionary of its buffers", example=_A_MODULE)
-CHILDREN = TORCH.name_of("torch.nn.Module._modules", "the dictionary of the modules in it", example=_A_MODULE)
-DDP_IGNORED = "_ddp_params_and_buffers_to_ignore"  # of a module: the names that DDP leaves alone
+CHILDREN = TORCH.name_of("torch.nn.Module._modules", "the dictionary of its submodules", example=_A_MODULE)
+DDP_IGNORED = "_ddp_params_and_buffers_to_ignore"  # of a module: names that DDP ignores
 left_out_of_state: Callable[[nn.Module], set[str]] = attrgetter(
     TORCH.name_of(
         "torch.nn.Module._non_persistent_buffers_set",
-        "the buffers of one module that its state_dict leaves out",
+        "the buffers of a module that its state_dict omits",
         example=_A_MODULE,
     )
 )
@@ -325,9 +325,9 @@ left_out_of_state: Callable[[nn.Module], set[str]] = attrgetter(
 
 # Data.
 
-DataLoaderIter = TORCH.needed_class("torch.utils.data.dataloader._BaseDataLoaderIter", "leads to the data set")
+DataLoaderIter = TORCH.needed_class("torch.utils.data.dataloader._BaseDataLoaderIter", "refers to the data set")
 leaves_with_path: Callable[[Any], list[tuple[Any, Any]]] = TORCH.needed(
-    "torch.utils._pytree.tree_leaves_with_path", "the tensors in what a module takes and returns", for_=COMPARING
+    "torch.utils._pytree.tree_leaves_with_path", "the tensors in a module's arguments and results", for_=COMPARING
 )
 path_text: Callable[[Any], str] = TORCH.needed("torch.utils._pytree.keystr", "their names", for_=COMPARING)
 
@@ -335,9 +335,9 @@ path_text: Callable[[Any], str] = TORCH.needed("torch.utils._pytree.keystr", "th
 # Generators.
 
 generator_address: Callable[[Generator], int] = TORCH.attribute(
-    "torch.Generator._cdata", "which generator an op got, through a new Python object"
+    "torch.Generator._cdata", "identifies a generator through a new Python object"
 )
-_UNUSED = "the generators of CUDA devices that the process has not used are recorded, too"
+_UNUSED = "generators of CUDA devices that the process has not used are also recorded"
 has_cuda_context: Callable[[int], bool] = lambda index: True  # noqa: E731  # builds without CUDA have no such name
 if torch.backends.cuda.is_built():
     has_cuda_context = TORCH.optional(
@@ -359,32 +359,34 @@ _mps_generator: Callable[[], Generator] | None = TORCH.optional(
 
 
 def mps_generators() -> tuple[Generator, ...]:
-    """Return the default generator of a Mac's device, none in a process that was forked after it was used."""
+    """Return the default generator of an MPS device; none in a process that was forked after its use."""
     return () if _mps_generator is None or _is_in_fork_of_mps() else (_mps_generator(),)
 
 
 # Several processes.
 
 default_store = TORCH.needed(
-    "torch.distributed.distributed_c10d._get_default_store", "where processes leave word without a collective"
+    "torch.distributed.distributed_c10d._get_default_store", "lets processes exchange values without a collective"
 )
 process_group_named: Callable[[str], Any] = TORCH.needed(
-    "torch.distributed.distributed_c10d._resolve_process_group", "the process group that an op names"
+    "torch.distributed.distributed_c10d._resolve_process_group", "the process group with a given name"
 )
 ddp_facts = TORCH.needed(
-    "torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data", "what DDP says of its buckets", for_=OF_BUCKETS
+    "torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data",
+    "DDP's description of its buckets",
+    for_=OF_BUCKETS,
 )
 ddp_parameters = TORCH.needed(
     "torch.nn.parallel.DistributedDataParallel._build_params_for_reducer",
-    "the parameters in the order of DDP's numbers",
+    "the parameters in DDP's order",
     for_=OF_BUCKETS,
 )
 mark_gradient = TORCH.needed(
-    "torch.distributed.Reducer._autograd_hook", "tells DDP that a gradient is there", for_=OF_BUCKETS
+    "torch.distributed.Reducer._autograd_hook", "tells DDP that a gradient is ready", for_=OF_BUCKETS
 )
 rebuild_buckets: Callable[[Any], bool] = TORCH.needed(
-    "torch.distributed.Reducer._rebuild_buckets", "lets DDP make its buckets again", for_=OF_BUCKETS
+    "torch.distributed.Reducer._rebuild_buckets", "lets DDP rebuild its buckets", for_=OF_BUCKETS
 )
 gradient_buckets = TORCH.needed(
-    "torch.distributed.Reducer._get_zeros_like_grad_buckets", "which parameters are in which bucket", for_=OF_BUCKETS
+    "torch.distributed.Reducer._get_zeros_like_grad_buckets", "the assignment of parameters to buckets", for_=OF_BUCKETS
 )

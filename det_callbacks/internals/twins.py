@@ -1,7 +1,7 @@
 """``lightning.pytorch`` and ``pytorch_lightning``: one code base, released under two names.
 
-Each package has its own classes. Neither is imported here: ``pytorch_lightning`` without being loaded
-has no instances.
+Each package has its own classes. This module does not import ``pytorch_lightning``, which has no
+instances unless the program loads it.
 """
 
 import sys
@@ -13,7 +13,7 @@ Class = TypeVar("Class", bound=type)
 
 
 def either(*classes: Any) -> tuple[Any, ...]:
-    """Return classes of ``lightning``, and their twins in ``pytorch_lightning`` where it is loaded.
+    """Return classes of ``lightning``, and their twins if ``pytorch_lightning`` is loaded.
 
     >>> isinstance(trainer.strategy, either(DDPStrategy))  # doctest: +SKIP
     """
@@ -22,7 +22,7 @@ def either(*classes: Any) -> tuple[Any, ...]:
 
 
 def own_class(instance: object, one: Any) -> Any:
-    """Return the class of ``lightning``, or its twin: the one that an object is an instance of."""
+    """Return a class of ``lightning`` or its twin, whichever the object is an instance of."""
     twin = _twin(one)
     return one if twin is None or not isinstance(instance, twin) else twin
 
@@ -33,7 +33,7 @@ def package_of(instance: object) -> str:
 
 
 def join_twins(cls: Class) -> Class:
-    """Make a subclass of a class of ``lightning`` one of its twin, too, where that is loaded by now.
+    """Also make a subclass of a Lightning class a subclass of its twin, if that is loaded by now.
 
     A callback is then a ``Callback`` for LightningCLI, and for ``Trainer(callbacks=callback)`` without
     a list.
@@ -45,7 +45,7 @@ def join_twins(cls: Class) -> Class:
 
 
 def _twin(one: Any) -> Any:
-    """Return the class of the same name in the other package, if that is loaded."""
+    """Return the class of the same name in the other package, if it is loaded."""
     for name, other in _NAMES:
         if one.__module__.startswith(name):
             return getattr(sys.modules.get(other + one.__module__.removeprefix(name)), one.__name__, None)

@@ -1,22 +1,21 @@
-"""The versions of torch, Lightning and transformers that the tests have passed on."""
+"""The tested versions of torch, Lightning and transformers."""
 
 import re
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
 TESTED: Mapping[str, tuple[str, str]] = {"torch": ("2.11", "2.15"), "lightning": ("2.5", "2.6")}
-"""Package -> the oldest and the newest minor version."""
+"""Package -> its oldest and newest tested minor version."""
 
 
 OPTIONAL: Mapping[str, tuple[str, str]] = {"transformers": ("4.57", "5.24")}
-"""The same of a framework that det_callbacks does not bring."""
+"""The same for a framework that det_callbacks does not install."""
 
 
 def newer_than_tested(framework: str = "lightning") -> list[str]:
-    """Return a sentence for each installed package whose minor version is later than any that was tested.
+    """Return a sentence for each installed package whose minor version is newer than any tested one.
 
-    The framework is the distribution that trains: ``pytorch_lightning`` has the versions of
-    ``lightning``.
+    ``framework`` is the distribution that trains; ``pytorch_lightning`` has the versions of ``lightning``.
     """
     tested = {"torch": TESTED["torch"], framework: OPTIONAL.get(framework, TESTED["lightning"])}
     installed = {package: installed_version(package) for package in tested}
@@ -28,7 +27,7 @@ def newer_than_tested(framework: str = "lightning") -> list[str]:
 
 
 def installed_version(package: str) -> str | None:
-    """Return the version of an installed package, None where pip knows none."""
+    """Return the version of an installed package, None if pip knows none."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -1,1 +1,1 @@
-"""Observations: what a model or a script wants recorded by name, with or without a Trainer."""
+"""Observations: values that a model or script records by name, with or without a Trainer."""

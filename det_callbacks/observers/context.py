@@ -1,4 +1,4 @@
-"""ObserverContext: observations recorded, or compared with a reference, in any script."""
+"""ObserverContext: records observations in any script, or compares them with a reference."""
 
 import os
 import warnings
@@ -34,31 +34,30 @@ _RECORDED_BY = "ObserverContext"
 
 
 class ObserverContext:
-    """Record what is observed inside the ``with`` block as a run, or compare it with a recorded one.
+    """Record the observations of a ``with`` block as a run, or compare them with a recorded run.
 
-    Observations (``observe`` and its companions) are recorded wherever they are made, ops only between
-    ``enable_hash_mode`` and ``disable_hash_mode``. It follows one process: give each one a name of its
-    own.
+    It records observations (``observe`` and its companions) anywhere in the block, and ops only between
+    ``enable_hash_mode`` and ``disable_hash_mode``. It follows one process: use a different name in each.
 
     Args:
-        dump_dir: folder in which runs are stored.
-        name: of this run, and of its folder in ``dump_dir``.
+        dump_dir: folder for runs.
+        name: name of this run, and of its folder in ``dump_dir``.
         reference: folder of the run to compare with; None records a run.
         raise_on_mismatch: raise at the end of the first step that differs. Otherwise the block ends
             with a ``DivergenceWarning``.
-        overwrite: recording: replace a run that is there. An earlier comparison is always replaced.
-        tensor_budget_mib: recording: MiB that ``observe_non_deterministic`` may save in one step.
+        overwrite: when recording, replace an existing run. Comparisons are always replaced.
+        tensor_budget_mib: when recording, MiB that ``observe_non_deterministic`` may save in a step.
 
     Attributes:
         verdict: the Verdict of a comparison; None before its end, and when recording.
-        mismatches: what differs from the reference in the steps that have ended; the first 100.
+        mismatches: the first 100 differences from the reference, in completed steps.
 
     Raises:
-        ValueError: the name cannot be that of a folder.
+        ValueError: the name is not a valid folder name.
         TraceError, RunExistsError, ReferenceNotFoundError, ReferenceFormatError, RunInUseError,
-        WriteError: at entering.
-        DivergenceError, NotComparableError: with ``raise_on_mismatch``; ``.verdict`` says where.
-        NothingComparedError: nothing was observed, or nothing compared (at the end).
+        WriteError: on entry.
+        DivergenceError, NotComparableError: with ``raise_on_mismatch``; ``.verdict`` has the place.
+        NothingComparedError: nothing was observed, or nothing was compared (at the end).
 
     Example:
         >>> import tempfile, torch
@@ -84,7 +83,7 @@ class ObserverContext:
     ) -> None:
         if not isinstance(name, str) or name in ("", ".", "..") or set(name) & set("/\\\0"):
             raise ValueError(
-                f"the name of a run becomes that of a folder: text without separators, neither . nor ..; got {name!r}"
+                f"name={name!r} is not a valid folder name: use text without separators, and neither . nor .."
             )
         self.path = Path(dump_dir) / name
         self.reference = None if reference is None else Path(reference)
@@ -104,7 +103,7 @@ class ObserverContext:
 
     def __enter__(self) -> Self:
         if self._state != "new":
-            raise TraceError(f"The ObserverContext of {self.path} was entered already; make a new one.")
+            raise TraceError(f"The ObserverContext of {self.path} was already entered: make a new one.")
         REGISTRY.activate(self._observations)
         try:
             self._open_files()
@@ -112,7 +111,7 @@ class ObserverContext:
             self._recorder.phase = "forward"
             self._state = "open"
             self._begin_step()
-        except BaseException:  # Ctrl-C too: nobody will call __exit__
+        except BaseException:  # Ctrl-C too: Python does not call __exit__
             self._leave(complete=False)
             raise
         return self
@@ -121,7 +120,7 @@ class ObserverContext:
         try:
             if self._state != "open":
                 if kind is None and self._error is not None:
-                    raise self._error  # it was raised in the block, and something there caught it
+                    raise self._error  # the block caught it
             elif kind is None:
                 self._observations.region.leave_all()
                 self._end_step(is_last=True)
@@ -132,17 +131,15 @@ class ObserverContext:
             self._leave(complete=False)
 
     def next_step(self) -> None:
-        """End the step under way and begin the next; without it the whole block is step 0.
+        """End the current step and begin the next; without a call, the whole block is step 0.
 
-        Call it at the beginning or at the end of a loop's body: a first or last step without
-        observations is dropped.
+        Call it at the start or end of a loop's body; an empty first or last step is dropped.
 
         Raises:
-            DivergenceError, NotComparableError: the step differs, and ``raise_on_mismatch`` was asked
-                for.
+            DivergenceError, NotComparableError: the step differs, and ``raise_on_mismatch`` is set.
         """
         if self._state != "open":
-            raise TraceError(f"The ObserverContext of {self.path} is not open: use it inside its with block.")
+            raise TraceError(f"The ObserverContext of {self.path} is not open: call this inside its with block.")
         if not self._step and not self._recorder.num_sites:
             return
         self._end_step(is_last=False)
@@ -168,8 +165,8 @@ class ObserverContext:
         run = open_reference(self.reference, steps="all")
         if run.manifest.recorded_by != _RECORDED_BY:
             raise ReferenceFormatError(
-                f"{self.reference} was recorded by a Trainer's DeterminismCallback, which records other things. Verify "
-                "it with DeterminismCallback, or record a reference with ObserverContext.",
+                f"A Trainer's DeterminismCallback recorded {self.reference}, which has no observations to compare. "
+                "Verify it with DeterminismCallback, or record a reference with ObserverContext.",
                 str(self.reference),
             )
         self._verification = Verification(run, self.path, manifest=manifest)
@@ -209,8 +206,8 @@ class ObserverContext:
         if self._verification is None:
             if not self._num_sites:
                 raise NothingComparedError(
-                    f"Nothing was observed, so nothing is recorded in {self.path}. Call observe inside the block, or "
-                    "enable_hash_mode around what is to be recorded."
+                    f"Nothing was observed, so {self.path} records nothing. Call observe inside the block, or "
+                    "enable_hash_mode before the code to record."
                 )
             self._leave(complete=True)
             return
@@ -222,10 +219,10 @@ class ObserverContext:
         if verdict.verdict == "match":
             return
         if not self.mismatches and verdict.first_divergence is not None:
-            self.mismatches = (verdict.first_divergence,)  # a step that only one run has
+            self.mismatches = (verdict.first_divergence,)  # of a step in one run only
         text = (
-            f"{self.path} is not the reference {self.reference}, bit for bit. {verdict.explanation} "
-            f"Of {verdict.counts.sites_compared} compared sites {verdict.counts.sites_differing} differ; "
+            f"{self.path} does not match the reference {self.reference}. {verdict.explanation} "
+            f"{verdict.counts.sites_differing} of {verdict.counts.sites_compared} compared sites differ; "
             f"see {self.path / 'verdict.json'}."
         )
         if not self.raise_on_mismatch:
@@ -236,7 +233,7 @@ class ObserverContext:
         raise self._error
 
     def _leave(self, *, complete: bool) -> None:
-        """Leave nothing open; the first call says whether the run is complete."""
+        """Close everything; the first call decides whether the run is complete."""
         self._state = "left"
         self._observations.abandon()
         self._recorder.places.modules.close()

@@ -1,8 +1,8 @@
-"""What a model calls: one check and nothing else without an active observer.
+"""Functions for models to call, which only check for an observer if none is active.
 
-Inside a compiled function an observation is an op of its graph with an ordered effect, so that it is no
-dead code. Rejected: a clone whose result is used (it changes what is fused), and an op that declares
-its argument as mutated (torch 2.13 allows no autograd through it).
+Inside a compiled function an observation is an op of the graph with an ordered effect, so that it is
+not dead code. Rejected: a clone whose result is used (it changes the fusion), and an op that declares its
+argument as mutated (torch 2.13 allows no autograd through it).
 """
 
 import ast
@@ -23,19 +23,19 @@ _Tree = TypeVar("_Tree")
 
 
 def observe(name: str, tree: _Tree) -> _Tree:
-    """Record a value by name in the active run; return it as it is.
+    """Record a value by name in the active run, and return it unchanged.
 
-    Inside a ``torch.compile``'d function it is an op of the graph, which is compiled once more when an
-    observer becomes active.
+    Inside a ``torch.compile``'d function it is an op of the graph, which is recompiled when an observer
+    becomes active.
 
     Args:
-        name: any text of 1 to 1,000 characters. Its occurrences are counted in each step.
+        name: text of 1 to 1,000 characters; a step numbers its occurrences.
         tree: a tensor, a plain value (None, bool, int, float, complex, str), or a nested structure of
-            them. Each leaf becomes a site, named ``name["key"][0]``.
+            them. Each leaf becomes a site, with a name such as ``name["key"][0]``.
 
     Raises:
-        TypeError, ValueError: the name is no such text, or something in the structure is neither tensor
-            nor plain value.
+        TypeError, ValueError: the name is not such text, or a leaf is neither a tensor nor a plain
+            value.
 
     Example:
         >>> import torch
@@ -47,34 +47,34 @@ def observe(name: str, tree: _Tree) -> _Tree:
 
 
 def observe_non_deterministic(name: str, tree: _Tree) -> _Tree:
-    """Save a value while recording, and put the saved bits in its place while verifying.
+    """Save a value when recording, and restore the saved bits when verifying.
 
-    Tensors are changed in place: aliases, views and what autograd saved have the saved bits, too. Plain
-    values change only in the structure that is returned. Name and structure are recorded as by
-    ``observe``; the coverage counts how often the live bits differed (``replayed``).
+    It changes tensors in place, so aliases, views and tensors saved by autograd also get the saved bits.
+    Plain values change only in the returned structure. It records name and structure like ``observe``;
+    the coverage counts how often the bits differed (``replayed``).
 
     Returns:
-        The structure itself; a new one where plain values differed.
+        The structure itself, or a new one if plain values differed.
 
     Raises:
-        TypeError, ValueError: as ``observe`` does.
-        ReplayError: the budget does not suffice (recording).
-        ReferenceFormatError: what was saved is damaged or missing, or does not fit and the step is no
-            other one.
+        TypeError, ValueError: as for ``observe``.
+        ReplayError: the value exceeds the budget (when recording).
+        ReferenceFormatError: the saved value is damaged or missing, or does not fit although the step
+            did not differ.
     """
     sink = REGISTRY.sink
     return tree if sink is None else _observe(sink, name, tree, is_replayed=True)
 
 
 def observe_grad(name: str, tensor: Tensor) -> Tensor:
-    """Record the gradient of a tensor, "grad of <name>", when a backward pass has computed it; return the tensor.
+    """Record the gradient of a tensor as "grad of <name>" when a backward pass computes it; return the tensor.
 
-    For a parameter it is what each backward pass adds. A tensor without a gradient in its step is
-    recorded as a site without value, with a warning. A compiled function breaks its graph here; there
-    it must be called before the tensor is used.
+    For a parameter it records what each backward pass adds. A tensor without a gradient in its step is
+    recorded as a site without a value, with a warning. In a compiled function this breaks the graph;
+    call it there before you use the tensor.
 
     Raises:
-        TypeError, ValueError: the name is no such text as ``observe`` takes, or the value is no tensor.
+        TypeError, ValueError: the name is invalid, see ``observe``, or the value is not a tensor.
     """
     if (sink := REGISTRY.sink) is not None:
         _gradient(sink, name, tensor, is_replayed=False, is_compiled=torch.compiler.is_compiling())
@@ -82,10 +82,10 @@ def observe_grad(name: str, tensor: Tensor) -> Tensor:
 
 
 def observe_non_deterministic_grad(name: str, tensor: Tensor) -> Tensor:
-    """Save the gradient of a tensor while recording, and replace it by the saved one while verifying.
+    """Save the gradient of a tensor when recording, and replace it with the saved one when verifying.
 
-    Otherwise as ``observe_grad``; the errors of ``observe_non_deterministic`` are raised in the
-    backward pass.
+    Otherwise like ``observe_grad``. The backward pass raises the errors of
+    ``observe_non_deterministic``.
     """
     if (sink := REGISTRY.sink) is not None:
         _gradient(sink, name, tensor, is_replayed=True, is_compiled=torch.compiler.is_compiling())
@@ -94,9 +94,9 @@ def observe_non_deterministic_grad(name: str, tensor: Tensor) -> Tensor:
 
 @breaks_graph("det_callbacks: a region begins or ends outside a compiled function")
 def enable_hash_mode() -> ExitStack:
-    """Open a region in which every op is recorded; ``disable_hash_mode`` or the end of a ``with`` block closes it.
+    """Open a region that records every op; close it with ``disable_hash_mode`` or a ``with`` block.
 
-    Regions nest. Without an active observer nothing happens.
+    Regions nest. Without an active observer this does nothing.
     """
     if REGISTRY.sink is not None:
         REGISTRY.sink.enable_ops()
@@ -107,10 +107,10 @@ def enable_hash_mode() -> ExitStack:
 
 @breaks_graph("det_callbacks: a region begins or ends outside a compiled function")
 def disable_hash_mode() -> None:
-    """End the region that ``enable_hash_mode`` began last.
+    """Close the region that ``enable_hash_mode`` opened last.
 
     Raises:
-        TraceError: there is none.
+        TraceError: no region is open.
     """
     if REGISTRY.sink is not None:
         REGISTRY.sink.region.leave()
@@ -120,7 +120,7 @@ def disable_hash_mode() -> None:
 def _gradient(sink: Observations, name: str, tensor: Tensor, *, is_replayed: bool, is_compiled: bool) -> None:
     check_name(name)
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"the gradient {name!r} is observed on a tensor; got a {type(tensor).__qualname__}")
+        raise TypeError(f"the gradient {name!r} needs a tensor; got a {type(tensor).__qualname__}")
     sink.observe_gradient(name, tensor, is_replayed=is_replayed, is_compiled=is_compiled)
 
 
@@ -137,10 +137,10 @@ def _observe(sink: Observations, name: str, tree: _Tree, *, is_replayed: bool) -
 
 
 def _observe_in_graph(name: str, leaves: Leaves, *, is_replayed: bool) -> None:
-    """Make the op that records an observation when the graph runs, or saves its tensors and puts them back.
+    """Add the op that, when the graph runs, records an observation, or saves its tensors and restores them.
 
-    Autograd does not see the copy back, so it saves the same bits as when recording. Plain values are
-    constants of the graph.
+    The restoring copy is hidden from autograd, which saves the same bits as when recording. Plain values
+    are constants of the graph.
     """
     tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
     integers = [leaf for _, leaf in leaves if _is_integer(leaf)]
@@ -159,7 +159,7 @@ def _kind(leaf: Any) -> str:
 
 
 def _is_integer(leaf: Any) -> bool:
-    """Return whether a leaf may be a size that is only known when the graph runs."""
+    """Return whether a leaf may be a size that is known only when the graph runs."""
     return isinstance(leaf, int) and not isinstance(leaf, bool)
 
 
@@ -167,7 +167,7 @@ def _is_integer(leaf: Any) -> bool:
 def observe_leaves(
     name: str, entries: str, tensors: Sequence[Tensor], integers: Sequence[int], is_replayed: bool
 ) -> list[Tensor]:
-    """Record an observation; if ``is_replayed`` return copies of its tensors, with the saved bits when verifying."""
+    """Record an observation; if ``is_replayed``, return copies of its tensors, when verifying with the saved bits."""
     copies = [tensor.clone() for tensor in tensors] if is_replayed else []
     if REGISTRY.sink is not None:
         found = _leaves(name, entries, copies if is_replayed else tensors, integers)
@@ -192,5 +192,5 @@ def _leaves(name: str, entries: str, tensors: Sequence[Tensor], integers: Sequen
 def _plain(text: str) -> Any:
     try:
         return ast.literal_eval(text)
-    except ValueError:  # nan and inf are no literals
+    except ValueError:  # nan and inf are not literals
         return complex(text) if "j" in text else float(text)

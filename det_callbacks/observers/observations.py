@@ -30,16 +30,16 @@ class _Gradient:
     module: str
     occurrence: int
     is_replayed: bool
-    is_repeated: bool  # in one of the two runs of a checkpointed region, of which only one gets the gradient
+    is_repeated: bool  # in one of two runs of a checkpointed region, of which one gets the gradient
     num_received: int = 0
 
 
 class Observations:
-    """Puts observations into the recorder's step; messages call the run ``owner``.
+    """Adds observations to the recorder's step; ``owner`` names the run in messages.
 
-    ``begin`` and ``end`` enclose a step, inside the recorder's own. An observation is a site with the
-    phase and module it was made in, no op, and its name; that of a gradient is "grad of <name>", with
-    the module that asked for it.
+    ``begin`` and ``end`` enclose a step, inside the recorder's ``begin`` and ``finish``. An observation is
+    a site with its phase, module and name, but no op; a gradient's name is "grad of <name>", and its
+    module is the one that requested it.
     """
 
     def __init__(self, recorder: Recorder, *, owner: str, level: str | None = None) -> None:
@@ -53,7 +53,7 @@ class Observations:
         self.drop()
 
     def begin(self, replay: Replay | None = None) -> None:
-        """Start a step; ``replay`` saves what is not deterministic, or puts it back."""
+        """Start a step; ``replay`` saves nondeterministic values, or restores them."""
         self.drop()
         self._replay = replay or Replay()
         self._process = os.getpid()
@@ -70,13 +70,13 @@ class Observations:
                 absent: list[tuple[str, Any]] = [(gradient.name, None)]  # recorded like a plain value
                 self._recorder.named.group("observation", "backward", absent, owner=gradient.module)
                 self._report(
-                    f"{gradient.name} was observed, and no backward pass of the step computed it: it is recorded as "
-                    "missing. Does the tensor require a gradient, and is it used for the loss?"
+                    f"{gradient.name} is recorded as missing, because no backward pass of the step computed it. Check "
+                    "that the tensor requires a gradient, and that the loss uses it."
                 )
         self.drop()
 
     def drop(self) -> None:
-        """Drop the step under way, if there is one; regions go on with the next."""
+        """Drop the current step, if any; regions continue in the next."""
         self._is_open = False
         self.region.suspend()
         for handle in self._handles:
@@ -87,12 +87,12 @@ class Observations:
         self._replay = Replay()
 
     def abandon(self) -> None:
-        """Drop the step under way and close every region."""
+        """Drop the current step and close every region."""
         self.drop()
         self.region.leave_all()
 
     def observe(self, name: str, leaves: Leaves, *, is_replayed: bool = False) -> Mapping[str, Any]:
-        """Record values, with ``is_replayed`` save them or put them back; return other saved plain values by path."""
+        """Record values; if ``is_replayed``, save or restore them, and return plain values that differ by path."""
         if not self._takes(name, is_replayed=is_replayed):
             return {}
         occurrence = next(self._occurrences[name])
@@ -116,13 +116,13 @@ class Observations:
         return changed
 
     def observe_gradient(self, name: str, tensor: Tensor, *, is_replayed: bool, is_compiled: bool) -> None:
-        """Record the gradient of a tensor when it is there; with ``is_replayed`` save it or put it back."""
+        """Record the gradient of a tensor when it is computed; if ``is_replayed``, save or restore it."""
         if not self._takes(name, is_replayed=is_replayed):
             return
         if is_compiled:
             self._report(
-                "A gradient is observed inside a compiled function: torch.compile breaks its graph there, and what the "
-                "graph before the break computes with the tensor is not seen. Observe it before its use, or outside."
+                "A gradient is observed inside a compiled function: torch.compile breaks its graph there, and the "
+                "gradient misses uses of the tensor in the graph before. Observe it before its use, or outside."
             )
         gradient = _Gradient(
             name=f"grad of {name}",
@@ -141,10 +141,10 @@ class Observations:
             self._report('enable_hash_mode records nothing at level "state", which follows no modules: use "module".')
         self.region.enter()
         if not self._is_open:
-            self.region.suspend()  # it begins with the next step
+            self.region.suspend()  # until the next step
 
     def _receive(self, gradient: _Gradient, value: Tensor | None) -> Tensor | None:
-        """Record a gradient that a backward pass computed; return its replacement, if there is one."""
+        """Record a gradient that a backward pass computed; return its replacement, if any."""
         if value is None or not self._is_open or not any(gradient is known for known in self._gradients):
             return None  # an undefined gradient counts as missing
         if not self._takes(gradient.name, is_replayed=gradient.is_replayed):
@@ -155,28 +155,28 @@ class Observations:
             gradient.num_received += 1
             replaced = None
             if gradient.is_replayed:
-                # not in place: another branch of the graph may hold this very tensor
+                # not in place: another branch of the graph may hold the same tensor
                 replaced = self._replay.exchange_apart(key, value, op=name, deferred=self._recorder.step.deferred)
             entry = (name, unwrapped(value if replaced is None else replaced))
             self._record("backward", gradient.module, [entry], is_source=gradient.is_replayed)
             return replaced
 
     def _takes(self, name: str, *, is_replayed: bool) -> bool:
-        """Return whether a step is under way in this process; otherwise report once why nothing is recorded."""
+        """Return whether a step is open in this process; otherwise report once why nothing is recorded."""
         if is_replayed and not self._recorder.selection.is_every_step:
             raise SelectionError(
-                f"{name!r} is to be saved and put back, and every_n_steps or only_steps leaves steps out, which would "
-                "go on with other bits. Record with every_n_steps=1 and without only_steps, or observe it only."
+                f"{name!r} cannot be replayed, because every_n_steps or only_steps skips steps, which would continue "
+                "with different bits. Record with every_n_steps=1 and without only_steps, or use observe."
             )
         where = ""
         if not self._is_open:
-            where = f"outside the steps of {self.owner} (in a validation, between batches, or in a step left out)"
+            where = f"outside the steps of {self.owner} (in a validation, between batches, or in a skipped step)"
         elif os.getpid() != self._process:
-            where = "in another process than the run's, such as a DataLoader's worker: observe what it returns"
+            where = "in a process other than the run's, such as a DataLoader worker: observe what it returns"
         elif self._recorder.captures.is_captured():
-            where = "while a CUDA graph was being captured, whose replay calls no Python: observe what the graph leaves"
+            where = "during the capture of a CUDA graph, whose replay calls no Python: observe the graph's outputs"
         if where:
-            self._report(f"{name!r} was observed {where}. Nothing was recorded, compared, saved or put back there.")
+            self._report(f"{name!r} was observed {where}. Nothing was recorded, compared, saved or restored there.")
         return not where
 
     def _record(self, phase: str, module: str, entries: list[tuple[str, Any]], *, is_source: bool) -> None:
@@ -189,22 +189,22 @@ class Observations:
 
 
 class Registry:
-    """Holds the active observer of the process; each observation reads ``sink``."""
+    """Holds the active observer of the process in ``sink``, which each observation reads."""
 
     def __init__(self) -> None:
         self.sink: Observations | None = None
 
     def activate(self, sink: Observations) -> None:
-        """Make a sink the active observer; there can be one."""
+        """Make a sink the only active observer."""
         if self.sink is not None:
             raise TraceError(
-                f"Another observer is active already ({self.sink.owner}): a value would not know where to go. "
-                "Leave the ObserverContext, or end the fit with DeterminismCallback, before starting this one."
+                f"Another observer is already active ({self.sink.owner}). Leave the ObserverContext, or end the fit "
+                "with DeterminismCallback, before you start this one."
             )
         self.sink = sink
 
     def deactivate(self, sink: Observations) -> None:
-        """End an observer, if it is the active one."""
+        """Deactivate an observer, if it is active."""
         if self.sink is sink:
             self.sink = None
 

@@ -1,4 +1,4 @@
-"""Nested structures of tensors and plain values: their leaves by path, and other values put into them."""
+"""Nested structures of tensors and plain values: lists their leaves by path, and replaces values."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,13 +9,13 @@ from torch import Tensor
 from det_callbacks.trace.state.leaves import MAX_DEPTH, entries
 
 MAX_NAME = 1000
-"""Characters that the name of an observation may have."""
+"""Maximal length of an observation's name, in characters."""
 
 _PLAIN = (bool, int, float, complex, str)
 
 
 def check_name(name: object) -> None:
-    """Raise TypeError or ValueError when an observation cannot have this name."""
+    """Raise TypeError or ValueError if an observation cannot have this name."""
     if not isinstance(name, str):
         raise TypeError(f"the name of an observation is a string; got {name!r}")
     if not 0 < len(name) <= MAX_NAME or name != name.encode(errors="replace").decode():
@@ -27,8 +27,8 @@ def check_name(name: object) -> None:
 def leaves_of(tree: Any, path: str, *, depth: int = 0) -> list[tuple[str, Any]]:
     """Return the tensors and plain values in a nested structure with their paths: ``name["k"][0]``.
 
-    Mappings, lists, tuples, named tuples and dataclasses are entered, at most 20 levels deep; anything
-    else raises TypeError or ValueError.
+    It enters mappings, lists, tuples, named tuples and dataclasses, at most 20 levels deep; other
+    objects raise TypeError or ValueError.
     """
     found = _entries(tree)
     if found is not None:
@@ -40,13 +40,13 @@ def leaves_of(tree: Any, path: str, *, depth: int = 0) -> list[tuple[str, Any]]:
     if isinstance(tree, Tensor) or tree is None or isinstance(tree, _PLAIN):
         return [(path, tree)]
     raise TypeError(
-        f"{path!r} is a {type(tree).__qualname__}; an observation is a tensor, a plain value, or a structure of them "
-        "(of NumPy arrays torch.as_tensor, of a module its state_dict(), of a set a sorted list)"
+        f"{path!r} is a {type(tree).__qualname__}; an observation is a tensor, a plain value, or a structure of them: "
+        "convert NumPy arrays with torch.as_tensor, modules with state_dict(), sets with sorted"
     )
 
 
 def rebuild(tree: Any, path: str, values: Mapping[str, Any]) -> Any:
-    """Return a structure with other plain values at some paths; parts without any are the same objects."""
+    """Return a structure with plain values replaced at some paths; unchanged parts are the same objects."""
     if path in values:
         return values[path]
     found = _entries(tree) if any(known.startswith(path) for known in values) else None
@@ -64,8 +64,8 @@ def rebuild(tree: Any, path: str, values: Mapping[str, Any]) -> Any:
 
 
 def _entries(tree: Any) -> list[tuple[str, Any]] | None:
-    """Return the entries of a structure with what they add to its path; None for anything else."""
-    if tree is None:  # Dynamo of torch 2.11 cannot ask it whether it is a dataclass
+    """Return the entries of a structure with their suffixes to its path; None for other objects."""
+    if tree is None:  # Dynamo of torch 2.11 cannot check whether it is a dataclass
         return None
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         return [(f".{entry.name}", getattr(tree, entry.name)) for entry in dataclasses.fields(tree)]

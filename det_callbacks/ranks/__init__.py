@@ -1,1 +1,1 @@
-"""What the processes of one run tell each other."""
+"""Communication between the processes of one run."""

@@ -1,7 +1,7 @@
-"""A gloo group of our own for the little that the ranks exchange.
+"""A separate gloo group for the few bytes that the ranks exchange.
 
-A rank that fails in an exchange tells the others; one that fails elsewhere closes its group, so
-that they fail, too.
+A rank that fails in an exchange tells the others; a rank that fails elsewhere closes its group, so
+that the others fail too.
 """
 
 import json
@@ -26,10 +26,10 @@ from det_callbacks.runs.files import MANIFEST
 from det_callbacks.runs.peers import END_OF_FIT, Peers
 
 SYNC_EVERY_N_STEPS = 10
-"""How often ranks ask each other whether a step differs, to stop together."""
+"""Steps between two exchanges in which ranks learn whether a step differs, to stop together."""
 
 Place = Literal["step", "between", "end", "gone"]
-"""Where a rank is: in a step, between steps (validation, save, hook), at the end, or failed."""
+"""The place of a rank: in a step, between steps (validation, save, hook), at the end, or failed."""
 
 _MAX_NAMED = 5
 
@@ -46,15 +46,15 @@ Value = TypeVar("Value")
 
 
 class RankGroup(Peers):
-    """The processes of a run; one alone talks to itself. It is opened and closed for each fit.
+    """The processes of a run, or a single process. It is opened and closed for each fit.
 
-    Every method raises ``RankError`` if a process does not take part in time. An exchange is two
-    small collectives: some 0.3 milliseconds on one machine.
+    Every method raises ``RankError`` if a process does not take part in time. An exchange takes two
+    small collectives, about 0.3 milliseconds on one machine.
     """
 
-    # Ranks wait so long for each other; one may load, save or draw batches again.
+    # Ranks wait this long for each other, since a rank may load, save or redraw batches.
     timeout_seconds = 1800.0
-    # A rank at the end waits so long for one in a step, which may hang in a collective of the training.
+    # A rank at the end waits this long for a rank in a step, which may hang in the training's collective.
     end_seconds = 30.0
 
     def __init__(self) -> None:
@@ -68,9 +68,9 @@ class RankGroup(Peers):
         return RankGroup, ()  # copies start closed
 
     def open(self, world_size: int | None = None) -> "RankGroup":
-        """Open a group of so many processes (None: all of torch.distributed), and return it.
+        """Open a group of this many processes (None: all of torch.distributed), and return it.
 
-        This is a collective of the default group, so it comes before anything that can fail on one
+        This is a collective of the default group, so call it before anything that can fail on a single
         rank.
         """
         self.close()
@@ -80,8 +80,8 @@ class RankGroup(Peers):
             return self
         if known != self.world_size:
             raise RankError(
-                f"This training has {self.world_size} processes, and torch.distributed knows of {known}: they could "
-                "not tell each other what they find. Use a strategy that runs on torch.distributed, such as ddp, or "
+                f"This training has {self.world_size} processes, but torch.distributed has {known}, so the processes "
+                "cannot exchange results. Use a strategy based on torch.distributed, such as ddp, or "
                 "devices=1."
             )
         self.rank = dist.get_rank()
@@ -95,32 +95,32 @@ class RankGroup(Peers):
         if group is not None and dist.is_initialized():
             try:
                 self.set_place("gone")  # so that others do not wait for this rank
-            except RuntimeError:  # the rank that keeps the store has ended
+            except RuntimeError:  # the rank that hosts the store has ended
                 self._places = None
             dist.destroy_process_group(group)
         self._places = self._place = None
 
     def set_place(self, place: Place) -> None:
-        """Tell where this rank is; costs a message when it changes."""
+        """Publish the place of this rank; costs a message if it changed."""
         if self._places is not None and place != self._place:
             self._places.set(str(self.rank), place)
             self._place = place
 
     def gather(self, action: Callable[[], Any], *, task: str) -> list[Any]:
-        """Run an action on every rank, and return the results (plain data) by rank, or raise on every rank.
+        """Run an action on every rank; return its results (plain data) by rank, or raise on every rank.
 
-        A rank whose action failed raises its error; the others raise ``RankError`` with its message
-        and exit code. All ranks must be at the same task.
+        A rank whose action failed raises its error; the others raise ``RankError`` with that message and
+        exit code. All ranks must call it with the same task.
         """
         if self.world_size == 1:
             return [action()]
         value, error, failure = None, None, ""
         try:
             value = action()
-        except Exception as caught:  # noqa: BLE001  # the others must hear of it first
+        except Exception as caught:  # noqa: BLE001  # tell the others first
             error, failure = caught, f"{type(caught).__name__}: {caught}"
         if self._group is None:
-            raise RankError(f"The {self.world_size} processes have parted already, so nothing can be agreed in {task}.")
+            raise RankError(f"The group of the {self.world_size} processes is closed, so they cannot agree in {task}.")
         rows: list[Any] = [None] * self.world_size
         try:
             if task == END_OF_FIT:
@@ -132,7 +132,7 @@ class RankGroup(Peers):
             raise RankError(
                 f"Rank {self.rank} of {self.world_size} did not hear from all others within "
                 f"{self.timeout_seconds:.0f} seconds, or one of them ended, in {task}: {str(gone).splitlines()[0]}. "
-                "Look at the output of the other ranks: one raised, was killed, or left the training early."
+                "Check the output of the other ranks: one raised, was killed, or left the training early."
             ) from gone
         if error is not None:
             raise error
@@ -142,15 +142,15 @@ class RankGroup(Peers):
                 raise RankError(f"Rank {rank} failed in {at}, {stops}: {text}", rank, exit_code)
             if at != task:
                 raise RankError(
-                    f"Rank {self.rank} of {self.world_size} is at {task}, and rank {rank} at {at}: they no longer do "
-                    "the same, most likely because one has fewer batches or stopped early. Give all ranks equally many "
-                    "steps, and stop them together.",
+                    f"Rank {self.rank} of {self.world_size} is at {task}, but rank {rank} at {at}, most likely because "
+                    "a rank has fewer batches or stopped early. Give all ranks the same number of steps, and stop them "
+                    "together.",
                     rank,
                 )
         return [found for _, found, _, _ in rows]
 
     def require_shared(self, folder: Path) -> None:
-        """Raise ``RankError`` on all ranks if one does not see a folder that rank 0 sees."""
+        """Raise ``RankError`` on all ranks if any does not see a folder that rank 0 sees."""
         if self.world_size == 1:
             return
         # named like a temporary file of run.json, which readers ignore
@@ -165,20 +165,20 @@ class RankGroup(Peers):
         name = self.broadcast(lead, task=task)
         seen = self.gather(lambda: ((folder / name).exists(), socket.gethostname()), task=task)
         with writing(folder):
-            marker.unlink(missing_ok=True)  # made by rank 0
+            marker.unlink(missing_ok=True)  # of rank 0
         for rank, (sees_it, host) in enumerate(seen):
             if not sees_it:
                 raise RankError(
-                    f"Rank {rank} on {host} does not see the folder {folder}, which rank 0 made on {seen[0][1]}, and "
-                    "all processes of a run write into one folder. Nothing was trained. Name a folder on a file system "
-                    "that the nodes share, by the same path on each; without one, record the processes of one node.",
+                    f"Rank {rank} on {host} does not see the folder {folder}, which rank 0 made on {seen[0][1]}, but "
+                    "all processes of a run write into one folder. Nothing was trained. Pass a folder on a file system "
+                    "that the nodes share at the same path, or record the processes of one node only.",
                     rank,
                 )
 
     def stops_after(self, step: int, *, differs: bool, may_stop: bool, asks_now: bool = False) -> bool:
-        """Return whether all ranks stop now, because a step differed on one of them.
+        """Return whether all ranks stop now because a step differed on any of them.
 
-        ``may_stop`` and ``asks_now`` are equal on all ranks.
+        ``may_stop`` and ``asks_now`` must be equal on all ranks.
         """
         if self.world_size == 1:
             return differs
@@ -188,7 +188,7 @@ class RankGroup(Peers):
         return any(self.gather(lambda: self._has_differed, task=f"the sync after step {step}"))
 
     def _meet(self) -> None:
-        """Wait until all ranks are at the end of a fit; one that is between steps may take long."""
+        """Wait until all ranks are at the end of a fit; a rank between steps may take long."""
         self.set_place("end")
         keys, pause = [str(rank) for rank in range(self.world_size)], 0.005
         begun = last_without_step = monotonic()
@@ -201,18 +201,18 @@ class RankGroup(Peers):
             elif now - last_without_step > self.end_seconds:
                 why = f"rank {places.index('step')} is in a training step, for {self.end_seconds:.0f} seconds"
             elif now - begun > self.timeout_seconds:
-                why = f"not all others came to its end within {self.timeout_seconds:.0f} seconds"
+                why = f"not all others reached the end within {self.timeout_seconds:.0f} seconds"
             if why:
                 raise RankError(
-                    f"Rank {self.rank} of {self.world_size} has finished its training, and {why}: one got fewer "
-                    "batches than the others, stopped early, or failed. Give all ranks equally many steps, and stop "
+                    f"Rank {self.rank} of {self.world_size} has finished its training, but {why}: a rank got fewer "
+                    "batches, stopped early, or failed. Give all ranks the same number of steps, and stop "
                     "them together."
                 )
             sleep(pause := min(2 * pause, 0.5))
 
 
 def by_majority(values: Mapping[int, Value]) -> list[tuple[Value, tuple[int, ...]]]:
-    """Return each value with its ranks: the value of most ranks first, then by lowest rank."""
+    """Return each value with its ranks: the most frequent value first, then by lowest rank."""
     ranks: dict[Value, list[int]] = {}
     for rank, value in values.items():
         ranks.setdefault(value, []).append(rank)
@@ -221,7 +221,7 @@ def by_majority(values: Mapping[int, Value]) -> list[tuple[Value, tuple[int, ...
 
 
 def require_same_start(group: Peers, manifest: Mapping[str, Any], weights: Mapping[str, Tensor] | None) -> None:
-    """Raise ``SettingsError`` on all ranks if they start differently, naming the minority."""
+    """Raise ``SettingsError`` on all ranks if their starts differ; it names the minority."""
     if group.world_size == 1:
         return
     digests = {} if weights is None else digest_state(weights).tensors
@@ -234,17 +234,17 @@ def require_same_start(group: Peers, manifest: Mapping[str, Any], weights: Mappi
         (value, ranks), *others = by_majority(values)
         if others:
             shown = ", ".join(f"{other} on {ranks_text(held)}" for other, held in others[:_MAX_NAMED])
-            problems.append(f"{name} is {shown}, and {value} on {ranks_text(ranks)}")
+            problems.append(f"{name} is {shown}, but {value} on {ranks_text(ranks)}")
     if problems:
         raise SettingsError(
-            f"The {len(told)} processes of this run do not start alike: {'; '.join(at_most(_MAX_NAMED, problems))}. "
+            f"The {len(told)} processes of this run start differently: {'; '.join(at_most(_MAX_NAMED, problems))}. "
             f"Nothing was trained; {len(names) - len(problems)} other entries agree. Give all processes the same code, "
             "packages, settings and weights; only seeds and data may differ."
         )
 
 
 def start_facts(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what must be equal on all ranks."""
+    """Return the entries that must be equal on all ranks."""
     facts = {
         name: entry["value"]
         for name, entry in manifest["environment"].items()

@@ -1,4 +1,4 @@
-"""Replicas: the state that several ranks must hold alike, and whether they do."""
+"""Replicas: finds the state that must be equal on several ranks, and compares it."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaValue:
-    """What some of the ranks hold; digest and layout are None if they have no such tensor."""
+    """The value of some ranks; digest and layout are None if they have no such tensor."""
 
     digest: str | None
     layout: str | None
@@ -32,36 +32,36 @@ class ReplicaValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaDifference:
-    """A tensor that differs between ranks that should hold the same."""
+    """A tensor that differs between ranks that should have equal ones."""
 
     name: str  # "net.head.weight", "exp_avg of net.head.weight"
     values: tuple[ReplicaValue, ...]  # by number of ranks, then by lowest rank
 
     @property
     def is_tie(self) -> bool:
-        """Whether no value has a majority, so that nothing tells which is right."""
+        """Whether no value has a majority, so that the correct one is unknown."""
         return len(self.values[0].ranks) == len(self.values[1].ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaReport:
-    """The outcome of one comparison of replicas; equal on all ranks, but for the counts."""
+    """The outcome of one comparison of replicas; equal on all ranks, except the counts."""
 
     step: int  # -1 before the first
-    last_agreement: int | None  # last step without a difference, if any
+    last_agreement: int | None  # last step at which all replicas agreed, if any
     world_size: int
-    num_compared: int  # tensors and numbers that another rank holds, too
+    num_compared: int  # tensors and numbers that another rank also holds
     left_out: Mapping[str, int]  # reason -> number of tensors not compared
     differences: tuple[ReplicaDifference, ...]  # sharded tensors have one for each shard
 
     @property
     def equal(self) -> bool:
-        """Whether everything compared was equal."""
+        """Whether all compared state was equal."""
         return not self.differences
 
 
 class ReplicaError(DetCallbacksError):
-    """Replicas differ; ``report`` says which tensors, on which ranks, and since when."""
+    """Replicas differ; ``report`` has the tensors, the ranks, and the last agreement."""
 
     exit_code = 1
     _data = ("report",)
@@ -69,23 +69,23 @@ class ReplicaError(DetCallbacksError):
 
 
 class ReplicatedState(NamedTuple):
-    """The state of this rank that several ranks must hold alike."""
+    """The state of this rank that must be equal on several ranks."""
 
     tensors: dict[str, tuple[Tensor | bool | int | float, Ranks]]  # with the ranks that hold it
     left_out: Counter[str]  # reason -> number of tensors not compared
 
 
 def holders_of(tensor: object, everybody: Ranks) -> Ranks | str:
-    """Return the ranks that hold the same part of a tensor, or why there are none.
+    """Return the ranks that hold the same part of a tensor, or why none do.
 
-    A DTensor's part is shared along the dimensions of its mesh that replicate it.
+    Ranks share a part of a DTensor along the mesh dimensions that replicate it.
     """
     if not isinstance(tensor, DTensor):
         return everybody if len(everybody) > 1 else "sharded"
     if any(placement.is_partial() for placement in tensor.placements):
         return "partial sum"
     coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:  # not part of the mesh
+    if coordinate is None:  # this rank is not in the mesh
         return "no data"
     places = zip(tensor.placements, coordinate, strict=True)
     index = tuple(slice(None) if placement.is_replicate() else place for placement, place in places)
@@ -103,10 +103,10 @@ def replicated_state(
     has_own_buffers: bool = False,
     ignore: Sequence[str] = (),
 ) -> ReplicatedState:
-    """Return the parameters, buffers and optimizer state that must be equal; reads no tensor.
+    """Return the parameters, buffers and optimizer state that must be equal, without reading them.
 
-    Each rank of ``everybody`` has a replica of what is not sharded; ``has_own_buffers`` is DDP's
-    ``broadcast_buffers=False``. Running statistics count only in ``SyncBatchNorm``.
+    Each rank of ``everybody`` has a replica of unsharded tensors; ``has_own_buffers`` is DDP's
+    ``broadcast_buffers=False``. Running statistics are included only for ``SyncBatchNorm``.
     """
     everyone = tuple(sorted(everybody))
     tensors, left_out = state = ReplicatedState({}, Counter())
@@ -119,7 +119,7 @@ def replicated_state(
         if isinstance(holders, str):
             left_out[holders] += 1
             return holders
-        while name in tensors:  # two optimizers may keep state of one parameter
+        while name in tensors:  # two optimizers may have state for one parameter
             name += " (2)"
         tensors[name] = value, holders
         return None
@@ -150,9 +150,9 @@ def replicated_state(
 def compare_replicas(
     group: RankGroup, find: Callable[[], ReplicatedState], *, step: int, last_agreement: int | None = None
 ) -> ReplicaReport:
-    """Compare the state of all ranks, which are at the same step.
+    """Compare the state of all ranks, which must be at the same step.
 
-    Exchanges one digest per set of ranks; only if one differs, those of all tensors.
+    The ranks exchange a digest per set of ranks, and, if one differs, the digests of all tensors.
     """
     held: list[tuple[str, str, str, Ranks]] = []  # name, digest, layout, holders
     left_out: Counter[str] = Counter()
@@ -173,7 +173,7 @@ def compare_replicas(
     told = group.gather(look, task=task)
     if not any(has_parameter for has_parameter, _ in told):
         raise NothingComparedError(
-            f"Nothing can be compared: no parameter has a replica on another of the {group.world_size} ranks. Audit a "
+            f"No parameter has a replica on another of the {group.world_size} ranks, so nothing can be compared. Use a "
             "strategy with replicas (ddp, or a mesh with a replicated dimension), or compare runs with "
             "DeterminismCallback."
         )

@@ -1,4 +1,4 @@
-"""What is enforced so that a run can repeat, and what is in force."""
+"""Settings that make a run reproducible: enforces them, and reads those in force."""
 
 from det_callbacks.settings.catalogue import MAX_SEED, SETTINGS, DeterminismSettings, settings_in_force
 from det_callbacks.settings.enforce import EnforcedDeterminism, enforce_around_training, enforce_determinism

@@ -1,4 +1,4 @@
-"""The settings: what is allowed, how each is read and set, and a choice of values."""
+"""The settings: allowed values, how to read and set each, and a choice of values."""
 
 import importlib
 import os
@@ -18,7 +18,7 @@ from det_callbacks.runs.patterns import OpPattern, as_names
 
 Timing = Literal["any", "before_cuda", "before_nccl", "start"]  # when it can be set
 
-MAX_SEED = 2**32 - 1  # bound of NumPy's legacy generator
+MAX_SEED = 2**32 - 1  # the limit of NumPy's legacy generator
 _POSITIVE = range(1, 2**31)
 _SEEDS = range(MAX_SEED + 1)
 _BOOLS = (True, False)
@@ -28,7 +28,7 @@ SDPA_BACKENDS = ("math", "flash", "mem_efficient", "cudnn")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A field of ``DeterminismSettings``: an attribute of torch, a variable, or a getter and setter.
+    """A field of ``DeterminismSettings``: an attribute of torch, an environment variable, or a getter and setter.
 
     ``allowed`` is a range for integers, ``str`` for any text, and empty if ``DeterminismSettings``
     checks.
@@ -58,7 +58,7 @@ class Setting:
         return text
 
     def apply(self, value: Any) -> None:
-        """Set a value; does nothing for the seed, and where only a restart can."""
+        """Set a value; does nothing for the seed, and for values that need a restart."""
         if self.setter is not None:
             self.setter(value)
         elif self.attribute:
@@ -67,7 +67,7 @@ class Setting:
             os.environ[self.variable] = self.as_text(value)
 
     def way_back(self) -> Callable[[], object]:
-        """Return a function that restores the present value."""
+        """Return a function that restores the current value."""
         if self.variable:
             return variable_back(self.variable)
         return attribute_back(self.attribute) if self.attribute else partial(self.apply, self.read())
@@ -78,7 +78,7 @@ class Setting:
         if wanted == in_force:
             return None
         if self.when == "start":
-            return f"{self.variable} is read when the process starts, and {in_force!r} was in force then"
+            return f"{self.variable} is read when the process starts, and was {in_force!r} then"
         if self.when == "before_cuda" and torch.cuda.is_initialized():
             return f"a CUDA context exists, and cuBLAS may have read {self.variable}={in_force} already"
         group = torch.distributed
@@ -91,7 +91,7 @@ class Setting:
         return str(int(value)) if isinstance(value, bool) else str(value)
 
     def how(self, value: Any) -> str:
-        """Return the line of code, or the variable, that sets a value."""
+        """Return the line of code, or the variable, that sets the value."""
         if self.variable:
             return f"{self.variable}={self.as_text(value)}"
         return f"det_callbacks.enforce_determinism({{{self.name!r}: {value!r}}})"
@@ -118,7 +118,7 @@ def _owner_of(path: str) -> tuple[Any, str]:
 
 @cache
 def start_environment() -> Mapping[str, str]:
-    """Return the variables this process started with; without /proc those of the first call."""
+    """Return the variables that this process started with; without /proc, those at the first call."""
     try:
         entries = Path("/proc/self/environ").read_bytes().split(b"\0")
         variables = dict(os.fsdecode(entry).partition("=")[::2] for entry in entries if entry)
@@ -135,7 +135,7 @@ def algorithms_in_force() -> str:
 def _precision_in_force() -> str:
     try:
         return torch.get_float32_matmul_precision()
-    except RuntimeError:  # torch refuses to answer if fp32_precision says something else
+    except RuntimeError:  # torch raises if fp32_precision disagrees
         return "mixed"
 
 
@@ -156,7 +156,7 @@ def _seed_in_force() -> int | None:
 
 def _reduction_in_force(kind: str) -> bool:
     value = getattr(torch.backends.cuda.matmul, f"allow_{kind}_reduced_precision_reduction")
-    # torch may add whether split-K is allowed
+    # newer versions of torch also return whether split-K is allowed
     return bool(value[0] if isinstance(value, tuple) else value)
 
 
@@ -186,7 +186,7 @@ _ALL = (
         allowed=("error", "warn", "disabled"),
     ),
     _flag("fill_uninitialized_memory", "utils.deterministic.fill_uninitialized_memory"),
-    # the two values that torch.use_deterministic_algorithms names
+    # the two values in the docs of torch.use_deterministic_algorithms
     _variable("cublas_workspace_config", (":4096:8", ":16:8"), when="before_cuda", **_OF_CUDA),
     *(_flag(f"cudnn_{name}", f"backends.cudnn.{name}", **_OF_CUDA) for name in ("benchmark", "deterministic")),
     _flag("cudnn_allow_tf32", "backends.cudnn.allow_tf32", **_OF_CUDA),
@@ -235,29 +235,29 @@ _ALL = (
 )
 
 SETTINGS: Mapping[str, Setting] = {setting.name: setting for setting in _ALL}
-"""Every setting but ``allow``, which makes exceptions for ops."""
+"""Every setting except ``allow``, which makes exceptions for ops."""
 
 
 def settings_in_force() -> dict[str, Any]:
-    """Return what is in force, by the fields of ``DeterminismSettings`` but ``allow``; None means not set."""
+    """Return the values in force for the fields of ``DeterminismSettings`` except ``allow``; None means not set."""
     return {name: setting.read() for name, setting in SETTINGS.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeterminismSettings:
-    """What is set so that the same program gives the same bits.
+    """The settings that make a program repeat its bits.
 
-    ``None`` leaves a setting as it is; it is recorded all the same. The defaults select
-    deterministic kernels and choose nothing else: no seed, no precision, no thread count.
-    ``docs/reference/settings.md`` says what each changes and costs.
+    ``None`` leaves a setting unchanged, but still records it. The defaults select deterministic kernels
+    and nothing else: no seed, no precision, no thread count. ``docs/reference/settings.md`` has the
+    effect and cost of each.
 
     Attributes:
-        allow: ops that may be nondeterministic even with ``deterministic_algorithms="error"``, as
-            patterns ``[phase/][module:]op``: "aten.kthvalue.default",
+        allow: patterns ``[phase/][module:]op`` for ops that may be nondeterministic even with
+            ``deterministic_algorithms="error"``: "aten.kthvalue.default",
             "decoder.*:aten.index_put_.default".
 
     Raises:
-        SettingsError: a value is not allowed; the message names it and the allowed ones.
+        SettingsError: a value is not allowed; the message names it and the allowed values.
 
     Example:
         >>> DeterminismSettings(seed=0).deterministic_algorithms
@@ -300,19 +300,19 @@ class DeterminismSettings:
             if not backends or not set(backends) <= set(SDPA_BACKENDS):
                 raise SettingsError(
                     f"sdpa_backends={self.sdpa_backends!r} is not allowed; list some of "
-                    f"{', '.join(map(repr, SDPA_BACKENDS))}, or None to leave them as they are."
+                    f"{', '.join(map(repr, SDPA_BACKENDS))}, or None to leave them unchanged."
                 )
             object.__setattr__(self, "sdpa_backends", tuple(name for name in SDPA_BACKENDS if name in backends))
 
     @classmethod
     def choose(cls, *, deterministic: bool = False, **chosen: Any) -> "DeterminismSettings":
-        """Return the chosen values; the others are left alone, or have their defaults if ``deterministic``."""
+        """Return settings with the chosen values; the others are None, or their defaults if ``deterministic``."""
         others: dict[str, Any] = {} if deterministic else dict.fromkeys(field.name for field in fields(cls))
         return cls.from_mapping({**others, **chosen})
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> "DeterminismSettings":
-        """Return the settings of a mapping, such as a node of a Hydra configuration, with defaults."""
+        """Return settings from a mapping, such as a node of a Hydra configuration, with defaults."""
         if not isinstance(mapping, Mapping):
             raise SettingsError(f"settings must be names with their values, such as seed: 0; got {mapping!r}.")
         known = tuple(field.name for field in fields(cls))
@@ -334,9 +334,9 @@ def _check(setting: Setting, value: Any) -> None:
         told = f"an integer from {allowed[0]} to {allowed[-1]}"
     elif isinstance(allowed, type):
         is_allowed = isinstance(value, str) and bool(value.strip())
-        told = "a text such as 'Ring'"
-    else:  # 1 and True are equal: compare types, too
+        told = "text such as 'Ring'"
+    else:  # 1 == True, so compare types too
         is_allowed = any(type(value) is type(other) and value == other for other in allowed)
         told = f"one of {', '.join(map(repr, allowed))}"
     if not is_allowed:
-        raise SettingsError(f"{setting.name}={value!r} is not allowed; use {told}, or None to leave it as it is.")
+        raise SettingsError(f"{setting.name}={value!r} is not allowed; use {told}, or None to leave it unchanged.")

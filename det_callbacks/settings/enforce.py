@@ -1,4 +1,4 @@
-"""Puts settings in force, as a call or a context manager, and restores them."""
+"""Applies settings, as a call or a context manager, and restores them."""
 
 import gc
 import os
@@ -24,7 +24,7 @@ from det_callbacks.settings.catalogue import SETTINGS, DeterminismSettings, attr
 # written by set_float32_matmul_precision, which cannot restore "none" (torch 2.13)
 _WRITTEN_TOO = ("torch.backends.cuda.matmul.fp32_precision", "torch.backends.mkldnn.matmul.fp32_precision")
 
-# what was put in force through us, the latest last: it is a choice, not a machine fact
+# settings applied by us, the latest last: they are a choice, not a machine fact
 _enforced: list[DeterminismSettings] = []
 
 # the parameters that existed when the seed was set, by identity
@@ -32,9 +32,9 @@ _seeded_after: dict[str, Mapping[int, weakref.ref[nn.Parameter]]] = {"parameters
 
 
 class EnforcedDeterminism(ExitStack):
-    """Applied settings; made by :func:`enforce_determinism`.
+    """Applied settings, returned by :func:`enforce_determinism`.
 
-    As a context manager it restores on every exit path. Nested uses must end in reverse order.
+    As a context manager it restores everything on every exit path. Nested uses must end in reverse order.
     """
 
     def __init__(self, settings: DeterminismSettings, *, with_generators: bool = True) -> None:
@@ -49,7 +49,7 @@ class EnforcedDeterminism(ExitStack):
         self.callback(torch.set_default_dtype, torch.get_default_dtype())
         for path in _WRITTEN_TOO:
             self.callback(attribute_back(path))
-        # the algorithms before Inductor's attribute, which they overwrite
+        # the algorithms before inductor's attribute, which they overwrite
         for setting in reversed([*SETTINGS.values()]):
             if setting.when != "start":
                 self.callback(setting.way_back())
@@ -77,20 +77,20 @@ def enforced_names() -> set[str]:
 
 
 def enforce_determinism(settings: DeterminismSettings | Mapping[str, Any]) -> EnforcedDeterminism:
-    """Apply settings at once; the result is also a context manager that restores everything.
+    """Apply settings immediately; the result is also a context manager that restores everything.
 
-    Call it before the model is built: the callback refuses to train weights that were drawn without
-    the seed. Setting the seed takes some 30 milliseconds.
+    Call it before you build the model: the callback refuses weights that were drawn before the seed.
+    Setting the seed takes about 30 milliseconds.
 
     Args:
         settings: a :class:`DeterminismSettings`, or a mapping with its field names.
 
     Returns:
-        The applied settings; ``with`` it, or call its ``restore``, to undo them.
+        The applied settings; use it in ``with``, or call its ``restore``, to undo them.
 
     Raises:
-        SettingsError: a value is not allowed, or comes too late; nothing is changed then. If only a
-            restart can set it, the message has the command line.
+        SettingsError: a value is not allowed, or can no longer take effect; nothing is changed. If the
+            value needs a restart, the message has the command line.
 
     Example:
         >>> with enforce_determinism(DeterminismSettings(seed=0)):
@@ -104,9 +104,9 @@ def enforce_determinism(settings: DeterminismSettings | Mapping[str, Any]) -> En
 
 
 def enforce_around_training(settings: DeterminismSettings, model: nn.Module) -> EnforcedDeterminism:
-    """Apply what still can be applied when the model exists; raise SettingsError if the seed came later.
+    """Apply settings that can be applied after the model is built; raise SettingsError if the seed was set later.
 
-    ``restore`` leaves the generators alone.
+    ``restore`` does not restore generators.
     """
     if settings.mkl_cbwr is not None and not torch.backends.mkl.is_available():
         settings = replace(settings, mkl_cbwr=None)
@@ -121,7 +121,7 @@ def _refuse_late(settings: DeterminismSettings) -> None:
     for name, setting in SETTINGS.items():
         wanted = getattr(settings, name)
         if wanted is not None and (reason := setting.too_late(wanted)) is not None:
-            late.append(f"{name}={wanted!r} comes too late: {reason}")
+            late.append(f"{name}={wanted!r} can no longer take effect: {reason}")
             variables.append(setting.how(wanted))
     if late:
         raise SettingsError(
@@ -131,7 +131,7 @@ def _refuse_late(settings: DeterminismSettings) -> None:
 
 
 def _seed_all(seed: int) -> None:
-    """Seed as Lightning's ``seed_everything(seed, workers=True)``, and note which parameters exist."""
+    """Seed like Lightning's ``seed_everything(seed, workers=True)``, and note which parameters exist."""
     is_parameter: Callable[[type], bool] = cache(lambda kind: issubclass(kind, nn.Parameter))
     found = (one for one in gc.get_objects() if is_parameter(type(one)) and not is_lazy(one))
     # takes 30 milliseconds; weak references
@@ -144,25 +144,26 @@ def _seed_all(seed: int) -> None:
 
 def _require_seed(seed: int, model: nn.Module) -> None:
     how = (
-        "Seed before the model is built: training_snapshot in a test, lightning.seed_everything(seed, workers=True), "
-        "enforce_determinism(settings), seed_everything of LightningCLI, --seed of the command line, the Hydra preset."
+        "Seed before you build the model, with training_snapshot in a test, lightning.seed_everything(seed, "
+        "workers=True), enforce_determinism(settings), seed_everything of LightningCLI, --seed of the command line, or "
+        "the Hydra preset."
     )
     states = [("the seed of torch", str(seed), str(torch.initial_seed()))]
     states += [(name, value, str(os.environ.get(name))) for name, value in _seed_variables(seed).items()]
     for name, wanted, found in states:
         if wanted != found:
             raise SettingsError(
-                f"seed={seed} is not in force: {name} is {found} and should be {wanted}. Where the program seeds "
-                f"itself, leave the seed out, or give both the same one and workers=True. {how}"
+                f"seed={seed} is not in force: {name} is {found} and should be {wanted}. If the program seeds itself, "
+                f"omit the seed from the settings, or use the same seed in both, with workers=True. {how}"
             )
     parameters, known = dict(model.named_parameters()), _seeded_after["parameters"]
     if early := [name for name, one in parameters.items() if known.get(id(one), lambda: None)() is one]:
         raise SettingsError(
-            f"The seed came too late: {len(early)} of the model's {len(parameters)} parameters ({', '.join(early[:3])}"
-            f"{', ...' if len(early) > 3 else ''}) existed when it was set, so they were drawn without it. {how}"
+            f"The seed was set too late: {len(early)} of the model's {len(parameters)} parameters "
+            f"({', '.join(early[:3])}{', ...' if len(early) > 3 else ''}) were already initialised. {how}"
         )
 
 
 def _seed_variables(seed: int) -> dict[str, str]:
-    """Return the variables that seed_everything(workers=True) sets (Lightning 2.6.6)."""
+    """Return the environment variables that seed_everything(workers=True) sets (Lightning 2.6.6)."""
     return {"PL_GLOBAL_SEED": str(seed), "PL_SEED_WORKERS": "1"}

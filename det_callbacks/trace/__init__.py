@@ -1,1 +1,1 @@
-"""What a step did: programs, digests, and the run folder they are kept in."""
+"""Records what a step did: its program and digests."""

@@ -1,8 +1,7 @@
-"""Collectives in a step: what goes in, before the call; what came out, when it is there and is read.
+"""Collectives in a step: records their inputs before the call, and their outputs when they arrive and are read.
 
-A call makes a row of role "sent" for each tensor that this rank puts in, and the first read of what
-came out one of role "delivered", which follows from these; without bits while the collective is under
-way.
+A call makes a row of role "sent" for each tensor that this rank contributes. The first read of an output
+makes a row of role "delivered", which follows from them; it has no bits while the collective is pending.
 """
 
 import weakref
@@ -36,23 +35,23 @@ _WITHOUT_DATA = (
     "c10d.check_for_nan",
     "_c10d_functional._wrap_tensor_autograd",
 )
-_UNKNOWN = ("symm_mem.", "_c10d_functional.batch_p2p_ops")  # what they write is unknown
+_UNKNOWN = ("symm_mem.", "_c10d_functional.batch_p2p_ops")  # their writes are unknown
 _NOT_SHOWN = frozenset({"async_op", "timeout", "sparse_indices", "process_group", "group_name"})
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Delivery:
-    site: Site  # of the row of its first read, except the edges
-    inputs: tuple[int, ...]  # positions of what went in on this rank
-    work: Any  # tells whether the collective is done; None where that is not known
-    is_in_stream_order: bool  # the training's own stream waits for it
+    site: Site  # of the row of its first read, without edges
+    inputs: tuple[int, ...]  # positions of this rank's inputs
+    work: Any  # tells whether the collective is done; None if unknown
+    is_in_stream_order: bool  # whether the training's stream waits for it
     tensor: Callable[[], Tensor | None]  # a weak reference
 
     def has_arrived(self, *, for_collective: bool = False) -> bool:
-        """Return whether its bits are there for the reader; another collective has a stream of its own."""
+        """Return whether its bits have arrived for the reader; another collective runs in a separate stream."""
         if not (self.work is None or _is_done(self.work)):
             return False
-        self.work = None  # it keeps the tensors of the collective alive
+        self.work = None  # keeps the collective's tensors alive
         return self.is_in_stream_order or not for_collective
 
 
@@ -63,7 +62,7 @@ class Collectives:
         self._is_sending = False
 
     def begin(self) -> None:
-        """Start a step; a collective still under way from the last one follows from nothing in this one."""
+        """Start a step; a collective still pending from the last one follows from nothing in this one."""
         earlier, self._deliveries = self._deliveries, []
         for delivery in earlier:
             tensor = delivery.tensor()
@@ -83,7 +82,7 @@ class Collectives:
             for tensor in tensors_in(given.values()):
                 self.arrive(tensor)
             return out
-        if "gather" in plan.base:  # FSDP frees what it gathered past every mode
+        if "gather" in plan.base:  # FSDP frees its gathered memory unseen by modes
             step.deferred.is_freed_unseen = True
         if plan.base in _WITHOUT_DATA:
             step.counts.skipped[plan.kind.value] += 1
@@ -103,7 +102,7 @@ class Collectives:
     def read(
         self, tensor: Tensor, numbers: Sequence[int], edges: Sequence[int], reads: list[int], names: list[InputName]
     ) -> None:
-        """Make the row of a tensor that collectives delivered, at its first read."""
+        """Add the row of a tensor that collectives delivered, at its first read."""
         step = self._step
         deliveries = [self._deliveries[number] for number in numbers]
         has_arrived = all(delivery.has_arrived(for_collective=self._is_sending) for delivery in deliveries)
@@ -126,13 +125,13 @@ class Collectives:
         return site
 
     def wait(self, tensor: AsyncCollectiveTensor) -> None:
-        """Wait for a functional collective without telling its wrapper, so that the op's own wait still happens."""
+        """Wait for a functional collective without marking its wrapper, so that the op still waits itself."""
         torch.ops._c10d_functional.wait_tensor(tensor.elem)
 
     def arrive(self, tensor: Tensor) -> bool:
-        """Make the rows of what collectives delivered into a tensor that is about to be recorded by its name.
+        """Add the rows of collectives that delivered into a tensor, before it is recorded by name.
 
-        Returns False when some of it is still under way.
+        Returns False if a collective is still pending.
         """
         if not self._deliveries:
             return True
@@ -147,9 +146,9 @@ class Collectives:
         return not any(map(self._numbers, delivered))
 
     def note_copy(self, plan: OpPlan, args: tuple[Any, ...]) -> None:
-        """Count a copy from unknown memory into the output of a reduce-scatter as its last act.
+        """Treat a copy from unknown memory into the output of a reduce-scatter as part of it.
 
-        Gloo copies this rank's part out of a buffer of its own when it is waited for (torch 2.13).
+        When waited for, gloo copies this rank's part out of an internal buffer (torch 2.13).
         """
         if not self._deliveries or plan.base != "aten.copy_" or any(map(has_parts, args[:2])):
             return
@@ -189,7 +188,7 @@ class Collectives:
             positions = tuple(range(start, len(step.digests)))
             step.deferred.flush()  # before another stream writes there
             out = call()
-        except BaseException:  # Ctrl-C too: a user may catch it and go on with the step
+        except BaseException:  # Ctrl-C too: a user may catch it and continue the step
             self._reads.roll_back(mark)
             raise
         finally:
@@ -203,7 +202,7 @@ class Collectives:
         return out
 
     def _step_to(self, call: tuple[Any, ...], sites: Iterable[Site]) -> CallNode:
-        """Go to the call that makes these sites after those of what it reads first."""
+        """Advance to the call that makes these sites, after those of its first reads."""
 
         def build(node: CallNode) -> None:
             node.source = source_of(call[2]) or capture_source()
@@ -217,7 +216,7 @@ class Collectives:
         self, plan: OpPlan, node: CallNode, positions: tuple[int, ...], out: Any, given: dict[str, Any]
     ) -> None:
         is_functional = not plan.base.startswith("c10d.")
-        # a synchronous call is waited for at once; some works of gloo (reduce_scatter of lists) never say they are done
+        # a synchronous call has already waited; some works of gloo (reduce_scatter of lists) never report completion
         is_synchronous = given.get("async_op", True) is False
         last = out[-1] if isinstance(out, list | tuple) and out else out
         has_work = isinstance(last, torch.ScriptObject) and not is_synchronous
@@ -229,14 +228,14 @@ class Collectives:
         site = Site(phase=node.phase, module=node.module, op=op, role="delivered", source=node.source)
         for index, tensor in enumerate(_received_tensors(plan.base, given, out)):
             for part in _parts(tensor):
-                if tensor.layout is not STRIDED:  # gloo's thread replaces indices and values at any time
+                if tensor.layout is not STRIDED:  # gloo's thread may replace indices and values at any time
                     self._step.ledger.forget(part)
                     continue
                 delivery = Delivery(
                     site=replace(site, output=index),
                     inputs=positions,
                     tensor=weakref.ref(part),
-                    # on a device, a work is done long after the stream has waited for it
+                    # on a device, the work completes long after the stream has waited for it
                     work=work if part.is_cpu else None,
                     is_in_stream_order=part.is_cpu or is_synchronous or is_functional,
                 )
@@ -247,16 +246,16 @@ class Collectives:
         self._deliveries.append(delivery)
 
     def _numbers(self, tensor: Tensor) -> list[int]:
-        """Return the deliveries into a tensor that have not been read yet."""
+        """Return the unread deliveries into a tensor."""
         if isinstance(tensor, AsyncCollectiveTensor):
             tensor = tensor.elem
         known = self._step.ledger.writers.get(storage_address(tensor.untyped_storage()))
         return known.deliveries(region_of(tensor)) if isinstance(known, PartialWrites) else []
 
     def _place(self) -> tuple[str, OpScope]:
-        """Return phase and scope of a collective.
+        """Return the phase and scope of a collective.
 
-        One that runs when a gradient was accumulated (DDP's reducer) belongs to many parameters.
+        A collective in a hook of accumulated gradients (DDP's reducer) belongs to many parameters.
         """
         phase, scope = self._places.now()
         return phase, scope if scope.name is None else NOWHERE
@@ -273,7 +272,7 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
 def _is_done(work: Any) -> bool:
     """Return whether a collective is done.
 
-    Gloo marks the future a moment before the work (torch 2.13), and DDP waits for the future.
+    Gloo completes the future shortly before the work (torch 2.13), and DDP waits for the future.
     """
     if work.is_completed():
         return True
@@ -284,9 +283,9 @@ def _is_done(work: Any) -> bool:
 
 
 def _sent_tensors(base: str, given: dict[str, Any], group: "dist.ProcessGroup | None") -> list[Tensor]:
-    """Return the tensors that this rank puts in."""
+    """Return the tensors that this rank contributes."""
     op = base.partition(".")[2]
-    has_root = op.startswith(("broadcast", "scatter"))  # which alone puts something in
+    has_root = op.startswith(("broadcast", "scatter"))  # only the root contributes
     is_other = group is not None and given.get("root_rank", given.get("src")) != group.rank()
     if (has_root and is_other) or op.startswith(("recv", "irecv")):
         return []
@@ -304,7 +303,7 @@ def _received_tensors(base: str, given: dict[str, Any], out: Any) -> list[Tensor
 
 
 def _group_of(given: dict[str, Any]) -> "dist.ProcessGroup | None":
-    """Return the group of a call, boxed in one argument or named in another."""
+    """Return the group of a call, which is boxed in one argument or named in another."""
     value = given.get("process_group", given.get("group_name"))
     if isinstance(value, torch.ScriptObject):
         return dist.ProcessGroup.unbox(value)
@@ -312,7 +311,7 @@ def _group_of(given: dict[str, Any]) -> "dist.ProcessGroup | None":
 
 
 def _arguments_of(given: dict[str, Any], group: "dist.ProcessGroup | None") -> dict[str, Any]:
-    """Return the arguments in a form that is the same in all processes of the group, and in every run."""
+    """Return the arguments in a form that is equal in all processes of the group, and in every run."""
     arguments: dict[str, Any] = {}
     for name, value in given.items():
         is_empty = isinstance(value, list | tuple) and not value
@@ -323,9 +322,9 @@ def _arguments_of(given: dict[str, Any], group: "dist.ProcessGroup | None") -> d
             value = dist.ReduceOp.RedOpType(value.op()).name.lower()  # type: ignore[attr-defined]  # undeclared
         arguments[name] = value
     if group is not None:
-        try:  # not by its name, which counts the groups made before it
+        try:  # not by name, which counts earlier groups
             arguments["group"] = shown_ranks(tuple(dist.get_process_group_ranks(group)))
-        except (KeyError, ValueError):  # not made by torch.distributed
+        except (KeyError, ValueError):  # not created by torch.distributed
             arguments["group"] = f"{group.size()} processes"
     return arguments
 

@@ -29,7 +29,7 @@ TAKE_APART = object()
 class DispatchMode(TorchDispatchMode):
     """A dispatch mode under which torch.compile still compiles; costs 4 instead of 7 microseconds an op.
 
-    ``handle`` is called as ``__torch_dispatch__`` is, and returns what the op returned, or ``TAKE_APART``.
+    ``handle`` is called like ``__torch_dispatch__``, and returns the op's result, or ``TAKE_APART``.
     """
 
     supports_higher_order_operators = True
@@ -99,7 +99,7 @@ class DispatchMode(TorchDispatchMode):
         return self.describe_top()
 
     def describe_top(self) -> str:
-        """Return the class of the mode that was entered last."""
+        """Return the class of the innermost mode."""
         return type(current_mode()).__name__
 
 

@@ -27,7 +27,7 @@ from det_callbacks.trace.state.optimizers import OptimizerPhases, in_phase
 
 
 class HashMode:
-    """Record the digests of one step: everything that runs inside the ``with`` block.
+    """Record the digests of one step: of everything that runs inside the ``with`` block.
 
     The trace remains available after the block. You can enter a mode again for the next step, which replaces the
     trace; the mode is not reentrant. For cost and limits, see docs/explanation.
@@ -100,7 +100,7 @@ class HashMode:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The optimizers whose state is recorded."""
+        """Optimizers whose state is recorded."""
         return self._phases.seen
 
     @optimizers.setter
@@ -128,7 +128,9 @@ class HashMode:
     def begin(self, *, batch: Any = None, is_first: bool = False, expected: Expectation | None = None) -> None:
         """Start a step on a batch; the first step of a training also records the initial state."""
         if self.is_open:
-            raise TraceError("HashMode is already open: it traces one step at a time. Leave it before entering again.")
+            raise TraceError(
+                "HashMode is already open, and traces only one step at a time. Leave it before you enter it again."
+            )
         if self.is_off:
             raise TraceError("HashMode was turned off because another dispatch mode was left open above it.")
         recorder = self.recorder
@@ -220,7 +222,7 @@ class HashMode:
             self._listener.mode.recorder = None
 
     def go_on(self) -> None:
-        """Record ops again after ``pause``."""
+        """Resume recording after ``pause``."""
         if self._listener.mode is not None:
             self._listener.mode.recorder = self.recorder
 
@@ -231,8 +233,8 @@ class HashMode:
             return
         self.is_off = True
         warnings.warn(
-            f"Another dispatch mode ({above}) was opened inside the step and left open; det_callbacks turned its own "
-            "mode off and records nothing from here on. Close that mode before the step ends.",
+            f"Another dispatch mode ({above}) was opened inside the step and left open, so det_callbacks turned off "
+            "its mode and records nothing from here on. Close the other mode before the step ends.",
             CoverageWarning,
             stacklevel=3,
         )
@@ -306,7 +308,7 @@ class Listener:
 
 
 class OpRegion:
-    """Lets the recorder see ops while it is open; regions nest, and only the outermost counts.
+    """Lets the recorder see ops while a region is open; regions nest, and only the outermost counts.
 
     The end of a region forgets all writers: between regions, anything may write memory unseen. ``level`` is that of a
     surrounding HashMode, if any. At "op", the HashMode sees every op anyway, and at "state" it does not
@@ -329,13 +331,13 @@ class OpRegion:
         """Close a region; raise TraceError if none is open, or if a dispatch mode opened inside it is still open."""
         if not self.depth:
             raise TraceError(
-                "There is no region to close: disable_hash_mode was called more often than enable_hash_mode."
+                "There is no region to close, because disable_hash_mode was called more often than enable_hash_mode."
             )
         mode = self._listener.mode
         if self.depth == 1 and mode is not None and not mode.is_on_top:
             raise TraceError(
-                f"Another dispatch mode ({mode.describe_top()}) is open above that of enable_hash_mode, or took "
-                "its place. The region is still open. Close what was opened last first."
+                f"Another dispatch mode ({mode.describe_top()}) is open above that of enable_hash_mode, or replaced "
+                "it, so the region is still open. Close that mode first."
             )
         self.depth -= 1
         if not self.depth:
@@ -363,8 +365,8 @@ class OpRegion:
         self._recorder.forget_writers()
         if self._listener.close() is not None:
             warnings.warn(
-                "A region of enable_hash_mode ended below another dispatch mode that is still open; its own is turned "
-                "off now. Close that mode first.",
+                "A region of enable_hash_mode ended while another dispatch mode above it is still open, so its mode "
+                "was turned off. Close the other mode first.",
                 CoverageWarning,
                 stacklevel=4,
             )

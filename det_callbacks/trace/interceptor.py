@@ -1,4 +1,4 @@
-"""The dispatch mode through which a recorder sees the ops of a step."""
+"""The dispatch mode that passes the ops of a step to a recorder."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -20,7 +20,7 @@ class Interceptor(DispatchMode):
 
     @property
     def recorder(self) -> Recorder | None:
-        """Who gets the ops, None while they pass."""
+        """The recorder that gets the ops; None while they pass."""
         return self._recorder
 
     @recorder.setter

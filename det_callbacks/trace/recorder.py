@@ -57,7 +57,7 @@ _READ_BACK = torch.ops.aten._local_scalar_dense.default
 
 
 class Recorder:
-    """Records one step at a time; ``begin`` and ``finish`` enclose a step.
+    """Records one step at a time, between ``begin`` and ``finish``.
 
     ``step`` holds what the step has recorded so far, and ``places`` knows where the running code belongs; each of the
     other attributes has one job.

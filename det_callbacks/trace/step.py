@@ -64,7 +64,7 @@ class Step:
         self.layout_indices.append(slot.index)
 
     def append_value(self, value: Any) -> None:
-        """Append the bits of a tensor or a number."""
+        """Append the bits of a tensor or number."""
         if isinstance(value, Tensor):
             self.append(value)
         else:
@@ -88,7 +88,7 @@ class Step:
         return self.layouts.order[self.layout_indices[position]]
 
     def writers_of(self, tensor: Tensor) -> list[int]:
-        """Return the sites of this step that wrote a tensor's bytes."""
+        """Return the sites in this step that wrote a tensor's bytes."""
         return sorted({writer for part in parts_with_memory(tensor) for writer in self.ledger.writers_of(part)})
 
     def forget(self, tensor: Tensor) -> None:

@@ -1,1 +1,1 @@
-"""A run of a training, whatever framework drives it: recorded, verified or audited."""
+"""Records, verifies or audits the run of a training, independent of its framework."""

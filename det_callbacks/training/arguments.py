@@ -1,4 +1,4 @@
-"""The arguments of a run, and what run.json says of them and of the training."""
+"""The arguments of a run, and the manifest (run.json) that describes them and the training."""
 
 import os
 import sys
@@ -93,34 +93,34 @@ class RunArguments:
         self._begin_closed()
 
     def _begin_closed(self) -> None:
-        """Set further attributes of a run that has not begun."""
+        """Initialise the attributes of a run that has not begun."""
 
     def _check_what_goes_together(self) -> None:
         selection = self.selection
         got = f"got level={selection.level!r} and {selection.shown_steps}."
         if self.mode == "record" and self.replay and (selection.level != "op" or not selection.is_every_step):
-            needs = 'replay needs level="op" and every_n_steps=1, since each output has to be saved where it is made'
+            needs = 'replay needs level="op" and every_n_steps=1, because it saves each output where an op makes it'
             raise SelectionError(f"{needs}; {got}")
         if self.mode == "record" and self.keep_tensors and selection.level != "op":
             instead = "Record the steps that matter at level op: only_steps=[812]."
-            raise SelectionError(f'keep_tensors needs level="op", at which ops are seen; {got} {instead}')
+            raise SelectionError(f'keep_tensors needs level="op", which records ops; {got} {instead}')
         selects_all = replace(selection, only_steps=None) == Selection()
         if self.mode == "audit" and not (
             selects_all and not self.replay and not self.keep_tensors
-        ):  # else what it leaves out would look clean
+        ):  # else skipped ops would look clean
             raise SelectionError(
-                "An audit looks at every op of the steps in only_steps, and keeps nothing; leave out "
+                "An audit runs every op of the steps in only_steps, and keeps no tensors; omit "
                 f"{', '.join(sorted(self.asked.keys() - {'only_steps'}))}."
             )
         if self.mode == "audit" and self.reference is not None:
-            raise SelectionError(f"An audit compares with no reference: write None for {str(self.reference)!r}.")
+            raise SelectionError(f"An audit needs no reference: pass None instead of {str(self.reference)!r}.")
 
     def check_world_size(self, world_size: int) -> None:
-        """Refuse an audit of several processes."""
+        """Raise for an audit of several processes."""
         if self.mode == "audit" and world_size > 1:
             raise SelectionError(
-                f"An audit runs ops again in one process, and this training has {world_size}: the others would wait in "
-                "their collectives. Audit with one process (devices=1)."
+                f"An audit runs ops again in one process, but this training has {world_size}, which would wait in "
+                "collectives. Audit with one process (devices=1)."
             )
 
 
@@ -177,7 +177,7 @@ def optimizer_choices(optimizers: Sequence[Any]) -> dict[str, Any]:
     for index, optimizer in enumerate(optimizers):
         groups = [
             {name: value for name, value in group.items() if name not in ("params", "initial_lr")}
-            # a scheduler is a choice of its own: show the rate that it started from
+            # schedulers are separate choices: show the rate that they started from
             | ({"lr": group["initial_lr"]} if "initial_lr" in group else {})
             for group in optimizer.param_groups
         ]

@@ -1,4 +1,4 @@
-"""Fits in which the ops of some steps are run twice: ``mode="audit"``."""
+"""Audits fits: runs the ops of some steps twice (``mode="audit"``)."""
 
 import json
 import math
@@ -22,11 +22,11 @@ from det_callbacks.verify.verification import free_folder
 
 AUDIT_FILE = "audit.json"
 REPLAY_FILE = "replay.yaml"
-NUM_STEPS = 3  # audited where none are chosen
+NUM_STEPS = 3  # audited by default
 
 
 class Auditing(Session):
-    """Audits the fits of one run; files go to ``current``, or to a new folder of the training."""
+    """Audits the fits of one run; files go to ``current``, or to a new folder below the training's."""
 
     _folder: Path
     _mode: BitwiseEquivalenceMode
@@ -43,7 +43,7 @@ class Auditing(Session):
         if self.stages == [FIT]:
             self._folder = self.arguments.current or free_folder(self.root, kind="audit")
             self._mode = BitwiseEquivalenceMode(model=training.module, base_phase=training.base_phase)
-        for name in (AUDIT_FILE, REPLAY_FILE):  # an earlier audit's
+        for name in (AUDIT_FILE, REPLAY_FILE):  # of an earlier audit
             with writing(self._folder, instead=ANOTHER_FOLDER["audit"]):
                 (self._folder / name).unlink(missing_ok=True)
 
@@ -74,7 +74,7 @@ class Auditing(Session):
                 self._found.setdefault(place, []).append((self._step, mismatch))
         return False
 
-    drop_step = end_step  # a step that the module cuts short was audited, too
+    drop_step = end_step  # a step that the module cuts short was also audited
 
     @override
     def close(self) -> None:
@@ -85,8 +85,10 @@ class Auditing(Session):
     def end(self, *, is_early: bool = False) -> None:
         chosen, mode, folder = self.arguments.selection.only_steps, self._mode, self._folder
         if not mode.num_compared:
-            wanted = "" if chosen is None else f" that only_steps asks for ({', '.join(map(str, chosen))})"
-            raise NothingComparedError(f"Nothing was audited: the fit had none of the steps{wanted}.")
+            wanted = "" if chosen is None else f" in only_steps ({', '.join(map(str, chosen))})"
+            raise NothingComparedError(
+                f"Nothing was audited, because the fit had none of the steps{wanted}. Select steps that it reaches."
+            )
         report = self.audit_report = AuditReport(
             steps=tuple(self._steps),
             num_compared=mode.num_compared,
@@ -98,7 +100,7 @@ class Auditing(Session):
         replay = folder / REPLAY_FILE
         steps = ", ".join(map(str, report.steps))
         text = (
-            f"# What an audit of the steps {steps} found. Give it to record and to verify:\n"
+            f"# The ops that an audit of the steps {steps} found. Pass this file to record and verify:\n"
             f"# determinism.replay={replay} (Hydra), or replay={str(replay)!r}\n"
         )
         replace_atomically(replay, (text + yaml.safe_dump(list(report.replay), width=math.inf)).encode())

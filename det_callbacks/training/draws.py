@@ -1,4 +1,4 @@
-"""Batches that were drawn from loaders and not trained on yet, with the indices that samplers drew for them."""
+"""Batches that loaders have drawn but the training has not used yet, with the indices from their samplers."""
 
 from collections import deque
 from contextlib import suppress
@@ -10,11 +10,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from det_callbacks.internals.replaced import ReplacedMethods
 
 MAX_WAITING = 64  # a fetcher holds one or two
-_MAX_WAITING_OF_LOADER = 16  # of a loop that does not say when it trains on a batch
+_MAX_WAITING_OF_LOADER = 16  # for a loop that does not report when it trains on a batch
 
 
 class Draws:
-    """The batches drawn, oldest first; it follows the samplers until ``detach``."""
+    """The drawn batches, oldest first; follows the samplers until ``detach``."""
 
     def __init__(self, max_waiting: int = MAX_WAITING) -> None:
         self.waiting: deque[tuple[Any, dict[str, Any]]] = deque(maxlen=max_waiting)
@@ -22,7 +22,7 @@ class Draws:
         self._indices: dict[str, deque[Any]] = {}
 
     def follow(self, name: str, loader: Any) -> None:
-        """Keep what the sampler of a loader draws, if batches come in that order."""
+        """Keep the indices from a loader's sampler, if batches come in their order."""
         is_map = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         if not is_map or (loader.num_workers and not getattr(loader, "in_order", True)):
             return
@@ -41,7 +41,7 @@ class Draws:
             names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__iter__": iterate}
             return type(base.__name__, (base,), names)
 
-        with suppress(TypeError):  # a list of indices, say: built-in types keep their class
+        with suppress(TypeError):  # for example a list of indices: instances of built-in types keep their class
             self._samplers.put(sampler, "__class__", watched)
             self._indices[name] = indices
 
@@ -55,7 +55,7 @@ class Draws:
 
 
 class DrawnLoader:
-    """A loader that is iterated over, held weakly, and what was drawn from it."""
+    """A loader during iteration, held weakly, and the batches drawn from it."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = ref(loader)

@@ -1,4 +1,4 @@
-"""Evidence of a fit that explains a difference: generators at fixed points, and how batches were drawn."""
+"""Evidence that can explain a difference: generator states at fixed points, and how batches were drawn."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from det_callbacks.training.draws import Draws
 from det_callbacks.training.training import LoaderFollower, Training
 
 _FIT_START = "fit start"
-MAX_INDICES = 256  # of a batch; a digest covers the others
+MAX_INDICES = 256  # recorded for a batch; a digest covers all
 
 
 class Evidence(Ledger, LoaderFollower):
@@ -33,7 +33,7 @@ class Evidence(Ledger, LoaderFollower):
         self._training = training
         self._draws = Draws()
         if NUM_WORKERS in os.environ and training.loaders is not None:
-            set_workers([], os.environ[NUM_WORKERS])  # it raises: the loader has been iterated over
+            set_workers([], os.environ[NUM_WORKERS])  # raises: iteration has begun
         if not is_resumed:
             self.begin(_FIT_START)
         self.mark(_FIT_START, with_seeds=True)
@@ -49,13 +49,13 @@ class Evidence(Ledger, LoaderFollower):
             self.note(_FIT_START, f"{CALLBACKS}{point}", text=who)
 
     def note_options(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Note the numbers among the optimizers' options that changed since the last update."""
+        """Note numeric options of the optimizers that changed since the last update."""
         for number, optimizer in enumerate(optimizers):
             of_optimizer = f" of optimizer {number}" if len(optimizers) > 1 else ""
             for index, group in enumerate(optimizer.param_groups):
                 for option, value in group.items():
                     name = f"{option} of group {index}{of_optimizer}"
-                    # not tensors: reading one would wait for its device
+                    # no tensors: reading one waits for its device
                     if isinstance(value, int | float) and self._options.get(name) != value:
                         self._options[name] = value
                         self.note(OPTIONS, name, text=json.dumps(value))
@@ -73,7 +73,7 @@ class Evidence(Ledger, LoaderFollower):
         for name, one in loaders.items():
             for setting, text in _settings_of(one):
                 self.note(LOADER, f"{setting} of {name}", text=text)
-            # where loaders are used up in turn, nothing says which one a draw is of
+            # if loaders are exhausted in turn, the loader of a draw is unknown
             if draws is None and (not is_in_turn or len(loaders) == 1):
                 self._draws.follow(name, one)
 
@@ -94,7 +94,7 @@ class Evidence(Ledger, LoaderFollower):
         self._draws.waiting.clear()
 
     def begin_step(self, batch: Any) -> None:
-        """Note what the batch that the training step gets is made of; its trace has begun."""
+        """Note how the batch of a training step was drawn, after its trace has begun."""
         self.mark("batch start", with_seeds=True)
         waiting = self._draws.waiting
         last = len(waiting) - self._training.num_drawn_ahead
@@ -109,7 +109,7 @@ class Evidence(Ledger, LoaderFollower):
                 shown = json.dumps(indices[:MAX_INDICES])
                 self.note(BATCH, f"{INDICES}{loader}", _digest_numbers(indices), shown)
                 self.note(BATCH, f"sorted indices of {loader}", _digest_numbers(sorted(indices)))
-        # the tensors that left the loader, where the training step gets others: moved, or transformed
+        # the loader's tensors, if the training step gets others: moved, or transformed
         loaded = drawn[0][0] if len(drawn) == 1 else [one for one, _ in drawn]
         given = {id(value) for _, value in flatten(batch, "batch", is_whole=True)}
         with unobserved():
@@ -135,7 +135,7 @@ def _scripted(root: torch.nn.Module) -> list[str]:
 
 
 def _is_constant(tensor: Tensor) -> bool:
-    """Return whether the first 4,096 elements are equal, as those of biases and scales are at the start."""
+    """Return whether the first 4,096 elements are equal, as in new biases and scales."""
     if not holds_data(tensor) or has_parts(tensor) or tensor.numel() < 2:
         return tensor.numel() == 1
     head = tensor.detach().flatten()[:4096]
@@ -149,7 +149,7 @@ def _settings_of(loader: Any) -> Iterator[tuple[str, str]]:
     yield "data set", type(loader.dataset).__qualname__
     if hasattr(loader.dataset, "__len__"):
         yield "length of the data set", str(len(loader.dataset))
-    # accelerate leaves it to the batch sampler
+    # accelerate sets it on the batch sampler only
     size = loader.batch_size
     if size is None:
         size = getattr(loader.batch_sampler, "batch_size", None)
@@ -160,7 +160,7 @@ def _settings_of(loader: Any) -> Iterator[tuple[str, str]]:
     yield "sampler", type(loader.sampler).__qualname__
     yield "set_epoch", str(any(hasattr(sampler, "set_epoch") for sampler in samplers))
     yield "collate_fn", getattr(loader.collate_fn, "__qualname__", type(loader.collate_fn).__qualname__)
-    yield "generator of its own", str(isinstance(loader.generator, torch.Generator))
+    yield "separate generator", str(isinstance(loader.generator, torch.Generator))
 
 
 def _whole_numbers(index: Any) -> list[int] | None:
@@ -171,12 +171,12 @@ def _whole_numbers(index: Any) -> list[int] | None:
 
 
 def set_workers(loaders: Sequence[Any], number: str) -> None:
-    """Give loaders so many workers (``check --vary workers``), before they are first iterated over."""
+    """Set the number of workers of loaders (``check --vary workers``) before their first iteration."""
     known = [loader for loader in loaders if isinstance(loader, DataLoader)]
     if not known or not number.isdecimal():
         raise SettingsError(
-            f"{NUM_WORKERS}={number}, but the training has no torch DataLoader that can be given that many workers "
-            "before it is first iterated over. Unset the variable, or set the number in the program."
+            f"{NUM_WORKERS}={number}, but the training has no torch DataLoader whose number of workers can still be "
+            "set. Unset the variable, or set num_workers in the program."
         )
     for loader in known:
         loader.num_workers = int(number)

@@ -1,4 +1,4 @@
-"""The fits of this process: how many began, and which runs still wait for one when the process ends."""
+"""Counts the fits of this process, and knows which runs still wait for another fit when the process ends."""
 
 from collections.abc import Callable
 from copy import copy
@@ -7,17 +7,17 @@ from multiprocessing.util import Finalize
 from det_callbacks.errors import DetCallbacksError, NothingComparedError
 from det_callbacks.report.console import end_process, print_error
 
-# by owner: returns the error if no more fits come
+# owner -> function that returns the error if no more fits follow
 _waiting: dict[object, Callable[[], DetCallbacksError | None]] = {}
 
 num_fits = 0
-"""Fits that have begun in this process."""
+"""Number of fits that have begun in this process."""
 last_error: DetCallbacksError | None = None
-"""The error that ended the last fit, even if the program caught it; a later one does not replace ours."""
+"""The error that ended the last fit, even if the program caught it; later errors do not replace ours."""
 
 
 def note_fit(*, ended_by: BaseException | None = None) -> None:
-    """Count a fit that begins, or keep the error that ended it, without its frames: they hold tensors."""
+    """Count a fit that begins, or keep the error that ended it without its frames, which hold tensors."""
     global num_fits, last_error
     num_fits += ended_by is None
     if last_error is not None and not isinstance(last_error, NothingComparedError):
@@ -25,24 +25,23 @@ def note_fit(*, ended_by: BaseException | None = None) -> None:
     last_error = copy(ended_by) if isinstance(ended_by, DetCallbacksError) else None
     if ended_by is not None and last_error is None:
         name = type(ended_by).__name__
-        last_error = NothingComparedError(f"The last fit was ended by {name}, which the program caught: let it pass.")
+        last_error = NothingComparedError(f"{name} ended the last fit, but the program caught it: let it propagate.")
 
 
 def wait(owner: object, unfinished: Callable[[], DetCallbacksError | None]) -> None:
-    """Unless the owner goes on, end the process with the error that is returned at its end."""
-    # Not atexit, which forked processes do not run (ddp_fork). Registered each time, since a fork
-    # forgets it.
+    """At the end of the process, raise the error of ``unfinished``, unless the owner continues."""
+    # Not atexit, which forked processes skip (ddp_fork). Registered each time, since a fork forgets it.
     Finalize(None, _end_waiting, exitpriority=0)
     _waiting[owner] = unfinished
 
 
 def go_on(owner: object) -> None:
-    """Stop waiting: the owner's next fit begins."""
+    """Stop waiting, because the owner's next fit begins."""
     _waiting.pop(owner, None)
 
 
 def take_unfinished() -> DetCallbacksError | None:
-    """Ask every run that still waits, and return the first error."""
+    """Return the first error of the runs that still wait."""
     waiting = list(_waiting.values())
     _waiting.clear()
     errors = [unfinished() for unfinished in waiting]

@@ -1,4 +1,4 @@
-"""A run from the setup of its training to its verdict, on every exit path; each way in calls it."""
+"""Follows a run from setup to verdict, on every exit path; each integration calls it."""
 
 from contextlib import ExitStack
 from traceback import walk_tb
@@ -29,7 +29,7 @@ _OWN_ROOMS = ("det_callbacks.training", "det_callbacks.integrations", "det_callb
 
 
 class FollowedRun(RunArguments):
-    """The arguments of a run, and the session that follows its training; subclasses call it."""
+    """The arguments of a run, and the session that follows its training; subclasses call its methods."""
 
     _training: Training
 
@@ -38,20 +38,20 @@ class FollowedRun(RunArguments):
         self.verdict: Verdict | None = None
         self.audit_report: AuditReport | None = None
         self._group = RankGroup()
-        self._session = self._hooks = Session()  # those of the session while a fit is open
-        self._stage = ExitStack()  # closes what a fit or another stage opened
+        self._session = self._hooks = Session()  # both are the session while a fit is open
+        self._stage = ExitStack()  # closes everything that a fit or another stage opened
         self._ops: NondeterministicOps | None = None
         self._watch: NondeterministicOpWatch | None = None
         self._replicas = Replicas(self.audit_replicas_every_n_steps, self.on_divergence)
         self._is_open = False
-        self._step = -1  # the last step that began
+        self._step = -1  # the last started step
 
     @property
     def replica_report(self) -> ReplicaReport | None:
         return self._replicas.replica_report
 
     def _open_stage(self, training: Training, *, is_compared: bool) -> None:
-        """Open a fit or another stage; where nothing is compared, only nondeterministic ops are watched."""
+        """Open a fit or another stage; if nothing is compared, watch only nondeterministic ops."""
         self._stage.close()
         self._training = training
         self._stage.callback(REPLACED.unfollow, self)
@@ -103,7 +103,7 @@ class FollowedRun(RunArguments):
         self._hooks = self._session
 
     def _identity(self) -> dict[str, str | None]:
-        """Return id, mode and reference of the run, as the sidecar of a checkpoint has them."""
+        """Return id, mode and reference of the run for the sidecar of a checkpoint."""
         run_id = None if self._session.run is None else self._session.run.manifest.run_id
         reference = None if self.reference is None else str(self.reference)
         return {"id": run_id, "mode": self.mode, "reference": reference}
@@ -121,7 +121,7 @@ class FollowedRun(RunArguments):
         self._watch_ops(is_on=False)
         differs |= self._after_step()
         error = self._replicas.after_step()
-        # a difference from the reference says more than one of replicas
+        # a difference from the reference is more informative than one between replicas
         self._stop_together(differs=differs, asks_now=error is not None)
         if error is not None:
             raise error
@@ -137,7 +137,7 @@ class FollowedRun(RunArguments):
     def _end_training(self) -> None:
         error = self._replicas.end()
         if error is not None and self.mode == "record":
-            raise error  # before the run is complete: it is no reference
+            raise error  # before the run is complete, so that it is not a reference
         self._end()
         if error is not None:
             raise error
@@ -159,7 +159,7 @@ class FollowedRun(RunArguments):
         hooks.close()
 
     def _stop(self, exception: BaseException) -> None:
-        """End a fit with an exception. An error of ours keeps none of our frames, which would bury its message."""
+        """End a fit with an exception. Our errors lose our frames, which would bury the message."""
         note_fit(ended_by=exception)
         frames = walk_tb(exception.__traceback__) if isinstance(exception, DetCallbacksError) else ()
         packages = (str(frame.f_globals.get("__package__")) for frame, _ in frames)
@@ -175,7 +175,7 @@ class FollowedRun(RunArguments):
             self._stage.close()
 
     def _close_files(self, exception: BaseException) -> None:
-        """Close the files of a fit; a full disk does not replace the exception that ends it."""
+        """Close the files of a fit; a full disk does not replace the exception that ended it."""
         try:
             self._session.stop(type(exception).__name__)
         except WriteError as error:

@@ -15,23 +15,23 @@ from det_callbacks.environment.rng import HELD_TYPES, Held, is_default
 from det_callbacks.internals.torch import CHILDREN, DataLoaderIter
 
 MAX_OBJECTS = 20_000
-"""Objects visited at most; takes some 20 milliseconds."""
+"""Limit on visited objects; takes about 20 milliseconds."""
 
 MAX_ITEMS = 256
-"""Larger containers are data."""
+"""Larger containers are treated as data."""
 
 _LEFT: tuple[Any, ...] = (
     *(bool, int, float, complex, str, bytes, bytearray, type(None), type, range, slice),
     *(torch.Tensor, np.ndarray, np.generic, torch.dtype, torch.device, types.ModuleType, types.BuiltinFunctionType),
-    # everything is reachable from these
+    # these reach everything
     *(DataLoaderIter, torch.optim.Optimizer),
 )
 
 
 def find_generators(roots: Mapping[str, object], *, left: tuple[type, ...] = ()) -> dict[str, Held]:
-    """Return path -> generator, by attributes, items, closures and partials; not the process's own ones.
+    """Return path -> generator, found via attributes, items, closures and partials; without default generators.
 
-    Objects of det_callbacks and of the types ``left`` are skipped.
+    It skips objects of det_callbacks and of the types ``left``.
     """
     found: dict[str, Held] = {}
     own = random.getstate.__self__  # type: ignore[attr-defined]  # a bound method
@@ -61,7 +61,7 @@ def _inside(value: Any) -> Iterator[tuple[str, object]]:
         return
     if isinstance(value, types.FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            with suppress(ValueError):  # unset so far
+            with suppress(ValueError):  # not set yet
                 yield f".{name}", cell.cell_contents
         return
     names = ("func", "args", "keywords") if isinstance(value, functools.partial) else ("__self__",)

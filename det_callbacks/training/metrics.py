@@ -1,4 +1,4 @@
-"""Metrics of a training, and the generator states that may explain a difference."""
+"""Metrics of a training, and generator states that may explain a difference."""
 
 from torch import Tensor, as_tensor
 from torch.distributed.tensor import DTensor
@@ -11,7 +11,7 @@ from det_callbacks.trace.state.generators import GeneratorReader, Ledger
 
 
 def metric_of(value: Tensor | float) -> Metric:
-    """Return a metric with its digest; a DTensor counts with its local part."""
+    """Return a metric with its digest; for a DTensor, of its local part."""
     tensor = as_tensor(value).detach()
     tensor = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).cpu()
     shown = tensor.item() if tensor.numel() == 1 else tensor.tolist()

@@ -1,4 +1,4 @@
-"""Which parameters the optimizers have, and which get gradients: evidence for findings."""
+"""Evidence for findings: the parameters that optimizers update, and those that get gradients."""
 
 import json
 from collections.abc import Sequence
@@ -20,15 +20,15 @@ from det_callbacks.trace.op.components import PLAIN
 from det_callbacks.trace.state.generators import Ledger
 from det_callbacks.trace.state.optimizers import parameters_of
 
-MAX_UPDATES = 8  # measured: each takes a pass over the gradients
-# A smaller share of the largest gradient may be rounding, as for a bias before a BatchNorm.
+MAX_UPDATES = 8  # with measurements, each a pass over the gradients
+# A smaller share of the largest gradient may be a rounding error, as for a bias before a BatchNorm.
 MIN_SHARE, MIN_EPSILONS = 1e-4, 16
 
 
 class OptimizedParameters:
-    """Notes which trainable parameters each optimizer has, and which of the others get gradients.
+    """Notes the trainable parameters of each optimizer, and which other parameters get gradients.
 
-    It lists them where an epoch begins. A step looks only at parameters of no optimizer that had no
+    It lists them at the start of an epoch. A step checks only parameters without an optimizer that had no
     gradient yet.
     """
 
@@ -64,7 +64,7 @@ class OptimizedParameters:
         self._noted = found
 
     def measure_gradients(self) -> None:
-        """Measure the gradients in the first updates, without waiting for the device."""
+        """Measure the gradients of the first updates, without waiting for the device."""
         self._num_updates += 1
         if self._num_updates > MAX_UPDATES:
             return

@@ -1,4 +1,4 @@
-"""Fits that are recorded: ``mode="record"``."""
+"""Records fits (``mode="record"``)."""
 
 import operator
 import shutil
@@ -26,8 +26,7 @@ from det_callbacks.verify.verification import Verification
 class Recording(TracedSession):
     """Writes the fits of one run as a reference.
 
-    A resumed fit continues the run that is there; steps that it repeats are compared, not written
-    again.
+    A resumed fit continues the existing run, and compares the steps that it repeats.
     """
 
     run: RunWriter
@@ -43,7 +42,7 @@ class Recording(TracedSession):
         has_fit, overwrite = FIT in self.stages, self.arguments.overwrite
         super().begin(is_resumed=is_resumed, call=call)
         self._num_before_call = self._num_metrics
-        # with selected steps, the first recorded step may come later
+        # if steps are selected, the first recorded one may come later
         self._is_resuming = is_resumed and self.arguments.selection.is_every_step
         if self.run is None:
             goes_on = is_resumed and not overwrite
@@ -51,7 +50,7 @@ class Recording(TracedSession):
             if goes_on and self.peers.broadcast((self.path / "run.json").exists, task=f"looking for {self.path}"):
                 self.run = RunWriter.resume(self.path, **options)
                 assert self.run.earlier is not None, "it is resumed"
-                # steps that disagree lie in its folder until the attempt is taken back
+                # its folder holds diverging steps until the attempt is discarded
                 self.detector = Verification(self.run.earlier, self.path / ".disagreement", steps="common", **options)
                 for segment in range(self.run.segment + 1):
                     self.detector.begin_fit(segment, is_resumed=True, is_every_step=self._is_resuming)
@@ -74,12 +73,12 @@ class Recording(TracedSession):
             self._is_resuming = False
             run.note_resumed(step)
         if earlier is not None and earlier.holds(step):
-            # several ranks go on until they stop together
+            # ranks continue until they stop together
             differs = earlier.add(trace, step=step, epoch=epoch)
             self.replay.end_step(differs=differs)
             self._has_diverged |= differs
             has_saved = self.replay.saved is not None and self.replay.saved.exists
-            # after a new step the chain goes on over all steps
+            # after a new step the chain continues over all steps
             if self._has_diverged or not self.num_steps or has_saved:
                 self.chain = earlier.chain(step)
                 return self._has_diverged
@@ -100,7 +99,7 @@ class Recording(TracedSession):
     @override
     def put_metrics(self, reading: Reading) -> bool:
         earlier = self.detector if self.call is None else None
-        # else an attempt that was cut off there
+        # else an attempt that was interrupted there
         if earlier is None or not earlier.goes_beyond(reading.step):
             self._num_metrics += len(reading.metrics)
             self.run.put_reading(reading)
@@ -144,8 +143,10 @@ class Recording(TracedSession):
         for done, found in (("saved for the replay", self.op_replay), ("kept for the keep_tensors", self.keeper)):
             if found is not None and found.unused:
                 unused = ", ".join(map(repr, found.unused))
-                text = f"Nothing was {done} patterns {unused}: no op that they match ran (the ends of compiled regions "
-                text += "are no ops). det-callbacks show RUN --step N names those that did."
+                text = (
+                    f"Nothing was {done} patterns {unused}, because no op that they match ran (inputs and outputs of "
+                )
+                text += "compiled regions are not ops). det-callbacks show RUN --step N lists the ops that ran."
                 self._warn_once(text, CoverageWarning)
 
     def _end_call(self, call: str) -> None:
@@ -166,7 +167,7 @@ class Recording(TracedSession):
 
     def _at_end(self) -> dict[str, Any]:
         try:
-            self.run.flush_evidence()  # rank 0 reads them for findings
+            self.run.flush_evidence()  # rank 0 reads it for findings
         except WriteError:
             self.run.close(complete=False)
             raise
@@ -205,10 +206,10 @@ class Recording(TracedSession):
     def stop(self, reason: str) -> None:
         self._end_comparison()
         if self.call is not None and FIT in self.stages:
-            what = f"so nothing of it is recorded in {self.path}"
+            what = f"so {self.path} records nothing of it"
             self.print_line(f"det_callbacks: {self.call} was stopped by {reason}, {what}")
             return
-        # only all ranks together may take a resumed attempt back
+        # only all ranks together may discard a resumed attempt
         may_discard = self.detector is None or self.peers.world_size == 1
         if may_discard and not self.num_steps and not (self.call and self._num_metrics):
             self._discard()

@@ -1,4 +1,4 @@
-"""Compares the replicas of a training at the start of a fit, after every n-th step, and at its end."""
+"""Compares the replicas of a training at the start and end of a fit, and after every n-th step."""
 
 import warnings
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ from det_callbacks.training.training import Training
 
 
 class Replicas:
-    """The audits of the replicas of one fit, called at the same places on all ranks; 0 steps means never.
+    """The replica audits of one fit, called at the same points on all ranks; 0 steps means never.
 
-    Errors are returned, equal on all ranks, for the caller to raise.
+    They return errors, equal on all ranks, for the caller to raise.
     """
 
     _training: Training | None = None  # of the open fit
-    _first: ReplicaReport | None = None  # with a difference
+    _first: ReplicaReport | None = None  # the first with a difference
     _num_audits = 0
 
     def __init__(self, every_n_steps: int, on_divergence: OnDivergence, *, ignore: Sequence[str] = ()) -> None:

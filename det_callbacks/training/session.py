@@ -1,4 +1,4 @@
-"""A session handles the fits of a run in one mode; ``Session`` itself does nothing."""
+"""A session handles the fits of a run in one mode; the base class ``Session`` does nothing."""
 
 import os
 import warnings
@@ -39,25 +39,25 @@ FIT = "fit"
 
 
 class Progress(NamedTuple):
-    """How far a run is on this process, for loggers and progress bars."""
+    """The progress of a run on this process, for loggers and progress bars."""
 
     num_steps: int = 0  # recorded or compared
     num_sites: int = 0
-    num_differing: int = 0  # sites, and steps of one run only
-    num_bytes: int = 0  # saved for replay, or put back
+    num_differing: int = 0  # sites, and steps in one run only
+    num_bytes: int = 0  # saved or restored for replay
     chain: int | None = None  # None before the first step, and after a difference
 
 
 class Session:
-    """Handles the fits of a run; this base class is used where no fit is open, and does nothing."""
+    """Handles the fits of a run; this base class does nothing, for when no fit is open."""
 
-    root: Path  # default place of folders
+    root: Path  # default parent of folders
     manifest: Mapping[str, Any]  # as in run.json
     print_line: Callable[[str], None]
     may_stop = False  # whether a difference ends the fit
     is_resumed = False
     idle_before: Collection[str] | None = None  # generators unused when the checkpoint was saved
-    call: str | None = None  # what began last if it is no fit, such as "trainer.test"
+    call: str | None = None  # the last call if it is not a fit, such as "trainer.test"
     run: Any = None  # RunWriter or Verification
     verdict: Verdict | None = None
     audit_report: AuditReport | None = None
@@ -66,12 +66,12 @@ class Session:
         self.arguments: RunArguments = arguments
         self.peers = peers
         self.reader = GeneratorReader()
-        self.is_over = arguments is None  # its files were removed
-        self.stages: list[str] = []  # fits, and the calls outside of fits that ended
+        self.is_over = arguments is None  # whether its files were removed
+        self.stages: list[str] = []  # completed fits and calls outside fits
 
     def prepare(self) -> Selection:
-        """Check what can be checked before a fit, and return the selection."""
-        ignored_findings()  # an unknown word is refused now
+        """Check the arguments before a fit, and return the selection."""
+        ignored_findings()  # raises for an unknown word
         return self.arguments.selection
 
     def begin(self, *, is_resumed: bool = False, call: str | None = None) -> None:
@@ -90,11 +90,11 @@ class Session:
         pass
 
     # ``end_step`` and ``put_metrics`` return whether to stop, ``begin_gradients`` sets the phase,
-    # ``flush`` hands evidence over
+    # ``flush`` writes evidence
     begin_step = mark = note_loss = begin_gradients = end_step = drop_step = flush = _nothing
     # between ``pause`` and ``go_on`` ops belong to no step
     pause = go_on = _nothing
-    # ``follow`` comes before the data is set up, ``attach`` after; ``close`` may be called twice
+    # ``follow`` precedes the setup of the data, ``attach`` follows it; ``close`` may be called twice
     follow = attach = close = put_metrics = resume_metrics = _nothing
     # ``end`` prints the closing line and raises; ``stop`` closes the files after an exception
     end = stop = progress = _nothing
@@ -111,10 +111,10 @@ class Session:
 class TracedSession(Session):
     def __init__(self, arguments: RunArguments, peers: Peers) -> None:
         super().__init__(arguments, peers)
-        assert arguments.reference is not None, "checked where the callback was made"
+        assert arguments.reference is not None, "checked when the callback was made"
         self.path = arguments.reference
-        self.detector: Verification | None = None  # of steps that are there already
-        self.num_steps = self.num_sites = 0  # recorded; the detector counts those compared
+        self.detector: Verification | None = None  # for steps already recorded
+        self.num_steps = self.num_sites = 0  # recorded; the detector counts compared ones
         self.chain: int | None = None
         self.replay = Replay()
         self.op_replay: OpReplay | None = None
@@ -154,7 +154,7 @@ class TracedSession(Session):
         if selection.level != "state" and selection.compiled == "run":
             forget_compiled()
         self._ops, self._training = ops, training
-        # the first step after a resume is recorded like one in the middle of a run
+        # the first step after a resume is recorded like any later step
         self._is_first = not self.is_resumed
         self._evidence = Evidence(training, self.reader, is_resumed=self.is_resumed)
         self._hash_mode = HashMode.for_training(training.module, selection, base_phase=training.base_phase)
@@ -163,7 +163,7 @@ class TracedSession(Session):
         if FILL_MEMORY in os.environ:
             recorder.undigested.fill = int(os.environ[FILL_MEMORY])
         recorder.plans.nondeterministic_ops = ops
-        hooks = self.op_replay, self._perturbation, self.keeper  # which keeps what the others wrote
+        hooks = self.op_replay, self._perturbation, self.keeper  # the keeper sees what the others wrote
         recorder.output_hooks.every = tuple(hook for hook in hooks if hook is not None)
         owner = f"the {self.arguments.called} of {self.path}"
         self._observations = Observations(recorder, owner=owner, level=selection.level)
@@ -187,14 +187,14 @@ class TracedSession(Session):
     @override
     def begin_step(self, step: int, batch: Any) -> None:
         selection = self.arguments.selection
-        if not self.reader.has_begun:  # a checkpoint may have restored the generators just now
+        if not self.reader.has_begun:  # here, because loading a checkpoint restores generators
             known = None if self.detector is None else self.detector.idle_generators(step)
             self._evidence.begin("batch start", known if self.idle_before is None else self.idle_before)
-        self._optimized.note_measured()  # not within the step, which must not wait for a device
+        self._optimized.note_measured()  # outside the step, which must not wait for a device
         if selection.selects_step(step):
             if self._perturbation is not None:
                 self._perturbation.begin(batch)
-            # step 0 is repeated after a resume if an exception ended it; with only_steps, no step is special
+            # a resume repeats step 0 if an exception ended it; with only_steps, no step is special
             is_first = step == 0 or (self._is_first and selection.only_steps is None)
             self._hash_mode.begin(batch=batch, is_first=is_first, expected=self._begin_tensors(step))
             self._observations.begin(self.replay)
@@ -255,8 +255,8 @@ class TracedSession(Session):
         self.flush(step)
         if trace is None:
             raise TraceError(
-                f"Step {step} could not be traced, because a dispatch mode was left open in it, so nothing after step "
-                f"{step - 1} would be recorded or verified. Close that mode within the training step."
+                f"Step {step} could not be traced, because the training step left a dispatch mode open, so nothing "
+                f"after step {step - 1} can be recorded or verified. Close that mode within the training step."
             )
         self._is_first = False
         return self._add(trace, step=step, epoch=epoch)
@@ -273,7 +273,7 @@ class TracedSession(Session):
         REGISTRY.deactivate(self._observations)
         self._hash_mode.abandon()
         if self._ops is not None and self._ops.found:
-            self.run.put_nondeterministic_ops(self._ops.found)  # now with their numbers of calls
+            self.run.put_nondeterministic_ops(self._ops.found)  # with final call counts
         self._training.leave()
 
     @override

@@ -1,4 +1,4 @@
-"""What a run has to know of a training."""
+"""The facts that a run needs about a training."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,19 +19,19 @@ from det_callbacks.trace.state.leaves import flatten
 from det_callbacks.training.draws import Draws
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Takes a function, and returns it with something around it."""
+"""Takes a function, and returns a wrapper of it."""
 
 
 class LoaderFollower:
-    """Follows the loaders of a training, and what they draw; this base class does nothing."""
+    """Follows the loaders of a training, and their draws; this base class does nothing."""
 
     def begin_loaders(
         self, loaders: Mapping[str, Any], held: Mapping[str, Held], *, is_in_turn: bool, draws: Draws | None = None
     ) -> None:
-        """Take the loaders and the generators they hold, by name.
+        """Receive the loaders, and the generators that they hold, by name.
 
-        ``is_in_turn``: one is used up before the next. ``draws``: of a way in that follows the
-        samplers itself.
+        ``is_in_turn``: each loader is exhausted before the next begins. ``draws``: of an integration
+        that follows the samplers itself.
         """
 
     def begin_iteration(self) -> None:
@@ -44,33 +44,33 @@ class LoaderFollower:
         pass
 
     def forget_drawn(self) -> None:
-        """Release the drawn batches; none of them is trained on any more."""
+        """Release drawn batches that the training will not use."""
 
 
 class Training:
-    """Ten facts of a training; each way in has a subclass that knows where its framework keeps them.
+    """Ten facts about a training; each integration has a subclass that reads them from its framework.
 
-    The tenth, where a fit begins and ends, is when the way in calls its run.
+    The tenth, where a fit begins and ends, follows from when the integration calls its run.
     """
 
     base_phase = "other"  # of ops outside ``mark_forward``, a backward pass and an optimizer
     rank = 0
     world_size = 1
-    step = -1  # under way, counted from 0, or the last one
+    step = -1  # the current step, from 0, or the last one
     epoch = 0
-    num_batches = 1  # of the loaders in this step, as with accumulation
-    num_drawn_ahead = 0  # batches drawn already that come after those of this step
+    num_batches = 1  # batches of this step, several with accumulation
+    num_drawn_ahead = 0  # batches already drawn for later steps
     framework = "lightning"  # the distribution whose version is recorded
-    # what changes bits, by name: precision, accumulation, clipping, hyperparameters
+    # options that change bits, by name: precision, accumulation, clipping, hyperparameters
     choices: Mapping[str, Any]
-    hooks: Mapping[str, str]  # by point of a step: what else is called there, and may move a generator
-    # each with when it steps ("epoch"); None if unknown
+    hooks: Mapping[str, str]  # point of a step -> user code that runs there, and may advance a generator
+    # each with its interval ("epoch"); None if unknown
     schedulers: Sequence[tuple[Any, str]] | None = None
-    scaler: Any = None  # of gradients in mixed precision
+    scaler: Any = None  # gradient scaler of mixed precision
     loaders: Mapping[str, Any] | None  # by name; None before they are known
     module: nn.Module
     optimizers: Sequence[Optimizer]
-    folder: Path  # default place of run folders; read on all ranks together
+    folder: Path  # default parent of run folders; read on all ranks together
 
     def print_line(self, text: str) -> None:
         print_closing_line(text)
@@ -82,13 +82,13 @@ class Training:
         """Wrap the function that computes the loss, until ``leave``."""
 
     def leave_out(self, wrap: Wrap) -> None:
-        """Wrap what the framework computes for itself within a step, until ``leave``."""
+        """Wrap the framework's own computations within a step, until ``leave``."""
 
     def leave(self) -> None:
         pass
 
     def further_state(self) -> Iterator[tuple[str, Tensor | int | float | bool]]:
-        """Yield other state that decides the next step, as it begins; must not wait for a device."""
+        """Yield other state that affects the next step, as it begins; must not wait for a device."""
         with unobserved():
             for number, (scheduler, _) in enumerate(self.schedulers or ()):
                 name = type(scheduler).__name__
@@ -105,7 +105,7 @@ class Training:
         return None
 
     def replicated_weights(self) -> dict[str, Tensor] | None:
-        """Return the tensors that are equal on all ranks when a fit begins; None if unknown."""
+        """Return the tensors that must be equal on all ranks when a fit begins; None if unknown."""
         if self.ddp is None:
             return None
         ignored = set(getattr(self.ddp.module, DDP_IGNORED, ()))
@@ -113,7 +113,7 @@ class Training:
         return {name: tensor for name, tensor in tensors.items() if name not in ignored}
 
     def replicated_state(self, ignore: Sequence[str]) -> ReplicatedState:
-        """Return what several ranks must hold alike; raises ``SettingsError`` if that is unknown."""
+        """Return the state that must be equal on several ranks; raise ``SettingsError`` if that is unknown."""
         self.require_replicas()
         options: dict[str, Any] = {"everybody": range(self.world_size), "ignore": ignore}
         if (ddp := self.ddp) is not None:
@@ -123,4 +123,4 @@ class Training:
         return replicated_state(self.module, self.optimizers, **options)
 
     def require_replicas(self) -> None:
-        """Raise ``SettingsError`` if nothing says which ranks hold the same parameters."""
+        """Raise ``SettingsError`` if it is unknown which ranks hold the same parameters."""

@@ -1,4 +1,4 @@
-"""Fits that are verified against a recorded run: ``mode="verify"``."""
+"""Verifies fits against a recorded run (``mode="verify"``)."""
 
 import warnings
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ from det_callbacks.verify.verification import Verification, free_folder, open_re
 
 
 class Verifying(TracedSession):
-    """Compares the fits of one run; what differs goes to ``current``, or to a new folder of the training."""
+    """Compares the fits of one run; differences go to ``current``, or to a new folder below the training's."""
 
     run: Verification
     _reference: Run
@@ -64,7 +64,7 @@ class Verifying(TracedSession):
         self.verdict, was_open = None, self.run is not None
         if not was_open:
             arguments, peers = self.arguments, self.peers
-            # only rank 0 looks: it may have made the folder when the others do
+            # rank 0 decides, since the others would see the folder that it made
             folder = peers.broadcast(lambda: str(arguments.current or free_folder(self.root)), task="choosing a folder")
             options: dict[str, Any] = {"manifest": self.manifest, "peers": peers, "steps": arguments.steps}
             self.run = self.detector = Verification(self._reference, Path(folder), **options)
@@ -131,7 +131,7 @@ class Verifying(TracedSession):
         stages, num_ended = [*self.stages, *missing], len(self.stages)
         self._print_once(closing.waiting_line(verdict, stages=stages, num_ended=num_ended, level=level))
 
-        def unfinished() -> DivergenceError | None:  # each process at its own end
+        def unfinished() -> DivergenceError | None:  # called in each process at its end
             self.run.write(verdict)
             self._report(verdict)
             error = DivergenceError(closing.unfinished_text(verdict, stages=stages, num_ended=num_ended), verdict)
@@ -149,7 +149,7 @@ class Verifying(TracedSession):
         if verdict is not None:
             found = f"{verdict.verdict}; report: {self._report(verdict)}"
         elif self.peers.world_size > 1:
-            found += f" (det-callbacks diff {self.path} {self.run.current}: what all ranks found)"
+            found += f" (det-callbacks diff {self.path} {self.run.current} shows the results of all ranks)"
         self.print_line(f"det_callbacks: verification{self._of_rank} stopped by {reason} after {num_steps}: {found}")
 
     def _report(self, verdict: Verdict) -> Path | None:
@@ -157,6 +157,6 @@ class Verifying(TracedSession):
             return None
         try:
             return write_report(self.run.current / REPORT_FILE, verdict, reference=self.path, current=self.run.current)
-        except Exception as error:  # noqa: BLE001  # a fault of the page must not hide the divergence
+        except Exception as error:  # noqa: BLE001  # a fault in the report must not hide the divergence
             print_closing_line(f"det_callbacks: no report was written ({type(error).__name__}: {error})")
             return None

@@ -111,7 +111,7 @@ def test_a_remote_or_later_checkpoint_gets_no_digests_and_a_line(io, tmp_path, c
     if is_remote:
         Fit(ours(tmp_path), max_epochs=2).run(ckpt_path=keeping.best_model_path)
         out = capsys.readouterr().out
-        assert "was loaded unchecked: no digests stand beside it" in out
+        assert "was loaded unchecked: it has no digests" in out
         assert "is resumed by Lightning alone" in out
         fsspec.filesystem("memory").rm("/remote", recursive=True)
 

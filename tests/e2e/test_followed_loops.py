@@ -128,12 +128,15 @@ def test_several_trainings_are_one_run(command):
 @pytest.mark.parametrize(
     ("style", "says"),
     [
-        ("by_hand", "Net was called, and no optimizer of torch stepped after it (AdamW), so there is no step"),
-        ("functional", "AdamW stepped, and no module with its parameters was called since the step before"),
-        ("left_in_eval", "with gradients enabled and in train mode"),
-        ("caught", "AdamW stepped, and no module with its parameters was called since the step before"),
+        ("by_hand", "Net was called, but no optimizer of torch stepped after it (AdamW), so there is no step"),
+        (
+            "functional",
+            "AdamW stepped, but since its last step no module with its parameters was called with",
+        ),
+        ("left_in_eval", "with gradients enabled in train mode"),
+        ("caught", "AdamW stepped, but since its last step no module with its parameters was called with"),
         ("broken", "The script exited with status 1"),
-        ("own", "the script has a run of its own, which is used"),
+        ("own", "the script has its own run, which is used"),
     ],
 )
 def test_what_cannot_be_followed_is_refused(style, says, command):

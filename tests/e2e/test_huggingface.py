@@ -406,7 +406,7 @@ def test_what_is_not_supported_is_refused(tmp_path):
         DeterminismCallback(tmp_path / "run", log_metrics=False)
     fit = Fit(tmp_path)
     fit.trainer.add_callback(DeterminismCallback(tmp_path / "run", mode="record"))
-    with pytest.raises(SelectionError, match="Give it to the Trainer when you make it"):
+    with pytest.raises(SelectionError, match="Pass it to the constructor"):
         fit.train()
     with pytest.raises(SelectionError, match="does not support auto_find_batch_size"):
         record(tmp_path, auto_find_batch_size=True)

@@ -88,7 +88,7 @@ ENDS: list[tuple[Any, str, int, str]] = [  # what the job of seed 1 raises, if H
     (DivergenceError("it diverged"), "1", 1, "DivergenceError: it diverged"),
     (NotComparableError("another machine"), "0", 3, "NotComparableError: another machine"),
     (ZeroDivisionError("mine"), "0", 1, "ZeroDivisionError: mine"),
-    ("caught", "0", 2, "was ended by ValueError, which the program caught"),
+    ("caught", "0", 2, "ValueError ended the last fit, but the program caught it"),
     ("no fit", "0", 2, "no DeterminismCallback ran a fit in this job"),
     (ONE_OF_TWO, "0", 1, "DivergenceError: one fit of two"),
 ]

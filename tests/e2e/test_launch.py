@@ -86,7 +86,7 @@ def test_what_goes_wrong_has_a_status_and_is_said_once(run_command):
     for command, faults, status, says in (
         ("record other", ["no fit"], 2, "no Trainer ran a fit"),
         ("verify run", ["no fit"], 2, "no Trainer ran a fit"),
-        ("verify run", ["own", "twice"], 2, "the script has a DeterminismCallback of its own, which is used"),
+        ("verify run", ["own", "twice"], 2, "the script has its own DeterminismCallback, which is used"),
         ("verify run", ["broken"], 2, failed),
         ("check", ["broken"], 2, failed),
     ):
@@ -98,7 +98,7 @@ def test_what_goes_wrong_has_a_status_and_is_said_once(run_command):
     for faults in (["planted", "processes"], ["processes"]):
         done = run_command("verify", "run", "--level", "state", faults=faults)
         assert (done.status, "MATCH" in done.text, "DIVERGED" in done.text) == (2, False, False)
-        assert "det-callbacks: The command trains in several processes that are no ranks of one" in done.errors
+        assert "det-callbacks: The command trains in several processes that are not ranks of one" in done.errors
     for words, says in (
         (("record", "run", "--level", "ops"), "--level: invalid choice: 'ops'"),
         (("record", "run", "--every-n-steps", "x"), "--every-n-steps: must be a whole number"),

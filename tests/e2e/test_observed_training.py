@@ -146,7 +146,7 @@ def test_an_observer_inside_a_recorded_fit_is_refused(tmp_path):
         with ObserverContext(tmp_path, "inner"):
             return hidden
 
-    with pytest.raises(TraceError, match="Another observer is active"):
+    with pytest.raises(TraceError, match="Another observer is already active"):
         recorded(tmp_path, opening_another)
     with ObserverContext(tmp_path, "after"):
         observe("nothing is left active", 1)

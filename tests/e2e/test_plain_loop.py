@@ -324,8 +324,8 @@ def test_misuse_says_what_to_do(reference, tmp_path):
         ({"model": loop}, "model must be a torch.nn.Module; got Loop"),
         ({"optimizers": []}, r"one or several optimizers of torch\.optim; got none"),
         ({"optimizers": None}, "got NoneType"),
-        ({"resume": "exact"}, r"resume is for Lightning's Trainer.* use resume_from"),
-        ({"log_metrics": True}, "log_metrics is for Lightning's Trainer"),
+        ({"resume": "exact"}, r"TrainingRun has no argument resume.* use resume_from"),
+        ({"log_metrics": True}, "TrainingRun has no argument log_metrics, which is for Lightning's Trainer"),
         ({"mode": "off"}, "mode must be one of record, verify, audit, disabled"),
     ):
         with pytest.raises(SelectionError, match=text):
@@ -337,13 +337,13 @@ def test_misuse_says_what_to_do(reference, tmp_path):
     with pytest.raises(SelectionError, match="A step began within a step"):
         in_step(run := new(), loop, lambda batch: run.step(batch).__enter__())
     added = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-    with pytest.raises(SelectionError, match=r"SGD stepped, and was not given to TrainingRun.*all optimizers"):
+    with pytest.raises(SelectionError, match=r"SGD stepped, but was not passed to TrainingRun.*all optimizers"):
         in_step(new(), loop, lambda batch: added.step())
     with pytest.raises(SelectionError, match=r"AdamW stepped outside a step of the TrainingRun"), new():
         loop.optimizers[0].step()
-    with pytest.raises(SelectionError, match=r"step belongs into the block of its run"), new().step():
+    with pytest.raises(SelectionError, match=r"Use step inside the block of its run"), new().step():
         pass
-    with pytest.raises(SelectionError, match="resume_from comes before the with block"), new() as run:
+    with pytest.raises(SelectionError, match="Call resume_from before the with block"), new() as run:
         run.resume_from(2)
     with pytest.raises(SelectionError, match="step must be a whole number from 0 on"):
         new().resume_from(-1)
@@ -404,7 +404,9 @@ def test_an_exception_in_a_step_makes_the_run_incomplete_also_where_the_program_
 
     for goes_on in (True, False):
         folder = tmp_path / f"caught {goes_on}"
-        with pytest.raises(NothingComparedError, match=r"Step 2 ended with ZeroDivisionError .*Let the error pass"):
+        with pytest.raises(
+            NothingComparedError, match=r"Step 2 ended with ZeroDivisionError .*Let the error propagate"
+        ):
             catch(goes_on=goes_on, reference=folder, mode="record")
         assert not Run.open(folder).is_complete
         with pytest.raises(NothingComparedError, match=r"Step 2 ended with ZeroDivisionError"):

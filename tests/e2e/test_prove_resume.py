@@ -52,9 +52,12 @@ def test_a_training_that_is_not_repeatable_is_said_to_be(tmp_path):
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    *(({"stop_at": one, "steps": 5}, "stop_at is at least 1 and less than steps") for one in (0, 5, True, 2.0)),
+    *(({"stop_at": one, "steps": 5}, "stop_at must be at least 1 and less than steps") for one in (0, 5, True, 2.0)),
     ({"trainer": {"max_epochs": 1}}, "The training ended after 7 of 10 steps"),
-    ({"trainer": {"devices": 2, "strategy": "ddp_spawn"}}, r'give nothing back: use strategy="ddp", or torchrun'),
+    (
+        {"trainer": {"devices": 2, "strategy": "ddp_spawn"}},
+        r'Spawned processes return nothing: use strategy="ddp", or torchrun',
+    ),
     ({"data": lambda: loader(num_workers=1, persistent_workers=True), "stop_at": 9}, "persistent_workers=False"),
 ]
 

@@ -142,7 +142,7 @@ def test_what_is_equal_passes_and_is_not_recorded_again(project):
     assert references(project) == before
     done = run_in(project, "--determinism-record", CI="true")
     assert done.status == 4
-    assert "or ask for it with --determinism-record=force" in done.text
+    assert "or pass --determinism-record=force" in done.text
 
 
 def test_a_difference_fails_its_test_and_is_recorded_where_that_is_asked_for(project):
@@ -163,7 +163,7 @@ def test_a_difference_fails_its_test_and_is_recorded_where_that_is_asked_for(pro
         report = re.search(r"^report: (.*/temporary/.*/report\.html)$", done.text, re.MULTILINE)
         assert report is not None, done.text
         assert Path(report[1]).is_file()
-    assert "call it first" in run_in(project, "-k", "plain", PLANTED="before the seed").text
+    assert "training_snapshot() first" in run_in(project, "-k", "plain", PLANTED="before the seed").text
     assert references(project) == before
     done = run_in(project, "-k", "plain", "--determinism-record", PLANTED="yes")
     assert done.counts(passed=1, deselected=2), done.text
@@ -214,8 +214,8 @@ def test_only_a_test_that_passes_keeps_what_it_recorded(project):
     before = references(project)
     done = run_in(project, "tests/test_bad.py", "--determinism-record", "-k", "not stops")
     assert done.counts(failed=4, deselected=1), done.text
-    assert "Nothing was recorded: no training came to its end" in done.text
-    for text in ("AssertionError: the test's own", "give each a name of its own", "chooses mode by itself"):
+    assert "No training completed, so nothing was recorded for" in done.text
+    for text in ("AssertionError: the test's own", "give each a different name", "chooses mode itself"):
         assert text in done.text
     assert run_in(project, "tests/test_bad.py", "--determinism-record", "-k", "stops").status == 2
     assert references(project) == before
@@ -271,8 +271,8 @@ def test_a_function_with_a_loop_is_recorded_and_compared(tmp_path):
     (tmp_path / "tests" / "test_bad.py").write_text(textwrap.dedent(BAD_LOOP))
     done = run_in(tmp_path, "tests/test_bad.py", "--determinism-record")
     assert done.counts(failed=2), done.text
-    assert "takes a function with a training loop, and got 'train'" in done.text
-    assert "Nothing was recorded: no training came to its end" in done.text
+    assert "takes a function with a training loop, but got 'train'" in done.text
+    assert "No training completed, so nothing was recorded for" in done.text
 
 
 def test_references_that_no_test_uses_or_that_are_large_are_listed_where_all_tests_ran(project, monkeypatch):
@@ -284,12 +284,12 @@ def test_references_that_no_test_uses_or_that_are_large_are_listed_where_all_tes
     assert done.status == 0
     listed = re.findall(r"^  tests/__determinism__/(.*)$", done.text, re.MULTILINE)
     assert listed == ["test_net/test_gone", "test_removed/test_plain"], done.text
-    assert re.search(r"(?m)^tests/__determinism__/test_net/test_plain has 0.\d MB: train fewer steps, or", done.text)
+    assert re.search(r"(?m)^tests/__determinism__/test_net/test_plain is 0.\d MB: train fewer steps, or", done.text)
     done = run_in(project, "--determinism-unused=fail")
-    assert (done.status, "--determinism-unused=fail: the session fails" in done.text) == (1, True), done.text
+    assert (done.status, "The session fails (--determinism-unused=fail): No test" in done.text) == (1, True), done.text
     for arguments in (("--determinism-unused=fail", "tests/test_net.py::test_plain"), ("-k", "plain")):
-        assert "no test uses" not in run_in(project, *arguments).text
-    assert "no test uses" not in run_in(project, "-x", PLANTED="yes").text
+        assert "No test uses" not in run_in(project, *arguments).text
+    assert "No test uses" not in run_in(project, "-x", PLANTED="yes").text
     done = run_in(project, PLANTED="yes")
     assert done.text.count("  tests/__determinism__/") == 2, "those of tests that failed are not known"
 
@@ -364,4 +364,4 @@ def test_with_a_tolerance_numbers_are_compared_and_the_failure_shows_the_jump(tm
     assert "Jumps, the largest first" in done.text
     done = run_in(tmp_path, "-k", "numbers", PLANTED="shorter")
     assert done.counts(failed=1, deselected=1), done.text
-    assert "The training has other steps than its reference" in done.text
+    assert "The training has different steps from its reference" in done.text

@@ -136,8 +136,8 @@ class Own(Classifier):
 
 def test_ranks_that_do_not_start_alike_do_not_train(tmp_path):
     for one in run_training("record", tmp_path, model=Own, strategy=DDPStrategy(init_sync=False), status=2):
-        assert "SettingsError: The 2 processes of this run do not start alike: settings.float32_m" in one.output
-        assert 'float32_matmul_precision is "high" on rank 1, and' in one.output
+        assert "SettingsError: The 2 processes of this run start differently: settings.float32_m" in one.output
+        assert 'float32_matmul_precision is "high" on rank 1, but' in one.output
         assert "; weights of last.bias is" in one.output
         assert "cudnn_benchmark" not in one.output
     assert not (tmp_path / "run").exists()

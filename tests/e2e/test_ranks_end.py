@@ -91,7 +91,7 @@ def test_a_rank_with_fewer_batches_ends_all_and_nothing_matches(tmp_path, monkey
     assert [one.exit_code for one in run("record", 32)] == [0, 0]
     other, one = run("verify", 16)
     assert (other.exit_code > 0, one.exit_code) == (True, 2), other.output + one.output
-    assert "Rank 1 of 2 has finished its training, and rank 0 is in a training step, for 2 seconds" in one.output
+    assert "Rank 1 of 2 has finished its training, but rank 0 is in a training step, for 2 seconds" in one.output
     assert "match" not in other.output + one.output
     assert not (tmp_path / "current" / "verdict.json").exists()
     assert not Run.open(tmp_path / "current").is_complete

@@ -87,7 +87,7 @@ def test_every_style_replays_all_that_can_be(style, tmp_path):
 
 
 def test_a_pattern_that_means_nothing_is_said_at_the_end(tmp_path):
-    with pytest.warns(CoverageWarning, match=r"replay patterns 'aten\.index_add_\.default': no op"):
+    with pytest.warns(CoverageWarning, match=r"replay patterns 'aten\.index_add_\.default', because no op"):
         record(tmp_path / "run", replay=(*ALL, "aten.index_add_.default"), modules=("last",))
     callback, _ = verify(tmp_path / "run", tmp_path / "current")
     assert callback.verdict.coverage.replayed["planted.noisy.default"]["differing"] == 8

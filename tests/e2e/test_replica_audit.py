@@ -117,8 +117,8 @@ def averaged() -> DDPStrategy:
 @pytest.mark.parametrize(
     ("strategy", "model", "text"),
     [
-        (STRATEGIES["fsdp2"][0], Sharded, "Nothing can be compared: no parameter has a replica"),
-        (Unwrapped, Classifier, "Unwrapped does not say which ranks hold the same parameters"),
+        (STRATEGIES["fsdp2"][0], Sharded, "No parameter has a replica on another"),
+        (Unwrapped, Classifier, "Unwrapped does not define which ranks hold the same parameters"),
         pytest.param(averaged, Classifier, "differ by design between two averagings", marks=pytest.mark.slow),
     ],
 )
@@ -145,5 +145,5 @@ def test_copies_take_the_arguments_along_and_wrong_ones_are_refused():
     for arguments in ({"every_n_steps": 0}, {"on_divergence": "stop"}, {"ignore": "codebook"}):
         with pytest.raises(SelectionError, match=next(iter(arguments))):
             ReplicaAuditCallback(**arguments)
-    with pytest.raises(NothingComparedError, match="nothing to train"):
+    with pytest.raises(NothingComparedError, match="no step to train"):
         ReplicaAuditCallback(1).teardown(None, None, "fit")  # type: ignore[arg-type]  # neither is looked at

@@ -149,10 +149,10 @@ PLACED = type("Placed", (DataLoader,), {"load_state_dict": lambda self, state: N
 
 
 TWO = {"long": loader(), "short": DataLoader(Augmented(num_samples=6), batch_size=2)}
-DATA = "its training data is not one DataLoader of torch's that is made once and from which Lightning draws"
-MIDDLE = "of a validation, or of the hooks of an epoch's start; save at the end of a batch, of a validation or of an ep"
-MISSED = "before a validation or the end of an epoch, which Lightning leaves out when it resumes, and the"
-CHANGED = "(hooks of callbacks, a validation, an end of epoch), which Lightning leaves out when it resumes, changed"
+DATA = "its training data is not a single DataLoader of torch that is made once and iterated by Lightning"
+MIDDLE = "a validation, or the hooks of an epoch's start; save at the end of a batch, a validation or an epoch"
+MISSED = "before a validation or the end of an epoch, which Lightning skips on resume, and the"
+CHANGED = "(hooks of callbacks, a validation, an end of epoch), which Lightning skips on resume, changed"
 REASONS: dict[str, tuple[dict[str, Any], int, str]] = {  # options, after which batch it is saved, and why not
     "workers": ({"data": lambda: loader(num_workers=1, persistent_workers=True)}, 4, "use persistent_workers=False"),
     "no_length": ({"data": lambda: DataLoader(Endless(), batch_size=2)}, 4, "give the data set a __len__"),
@@ -197,11 +197,11 @@ def transposed() -> Noisy:
 
 
 OTHERS: list[tuple[dict[str, Any], str]] = [
-    ({"model": lambda: Noisy().requires_grad_(False)}, "it, and the list of frozen parameters is not what it was then"),
-    ({"model": transposed}, "it, and the layout of first.weight in memory (no checkpoint keeps it: use contiguous())"),
-    ({"model": noisy(on_fit_start=lambda self: delattr(self, "noise"))}, "or are not there: module.noise"),
-    ({"data": lambda: loader("none", shuffle=False)}, "the first 4 batches of the epoch, drawn again, are not"),
-    ({"accumulate_grad_batches": 2}, "and accumulate_grad_batches is not what it was then"),
+    ({"model": lambda: Noisy().requires_grad_(False)}, "it, but the list of frozen parameters does not match"),
+    ({"model": transposed}, "it, but the memory layout of first.weight (checkpoints do not save it: use contiguous())"),
+    ({"model": noisy(on_fit_start=lambda self: delattr(self, "noise"))}, "cannot be restored: module.noise"),
+    ({"data": lambda: loader("none", shuffle=False)}, "the first 4 batches of the epoch, drawn again, differ"),
+    ({"accumulate_grad_batches": 2}, "but accumulate_grad_batches does not match"),
 ]
 
 
@@ -212,7 +212,7 @@ def test_another_training_is_refused(options, reason, saved):
 
 def test_missing_state_is_refused_or_said(saved, capsys):
     (saved / "7.ckpt.resume").rename(saved / "resume")
-    assert refused(saved, "7.ckpt").startswith("the state of rank 0 of 1, which was saved beside it, is missing")
+    assert refused(saved, "7.ckpt").startswith("the state of rank 0 of 1, saved beside it, is missing")
     (saved / "resume").rename(saved / "7.ckpt.resume")
     (saved / "7.ckpt.digests.json").unlink()
     with pytest.raises(DivergenceError):

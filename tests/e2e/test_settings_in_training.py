@@ -47,14 +47,14 @@ def test_a_seed_after_the_model_is_refused_with_names_and_fine_before_it(tmp_pat
     with enforce_determinism(SETTINGS):
         torch.manual_seed(5)
         message = refused(tmp_path / "run", early)
-        assert message.startswith("seed=0 is not in force: the seed of torch is 5 and should be 0. Where the program")
+        assert message.startswith("seed=0 is not in force: the seed of torch is 5 and should be 0. If the program")
         torch.manual_seed(0)
         message = refused(tmp_path / "run", early)
         assert f"{len(names)} of the model's {len(names)} parameters ({', '.join(names[:3])}, ...)" in message
-        assert "Seed before the model is built: " in message
+        assert "Seed before you build the model, with " in message
         late = Classifier()
         late.last = early.last
-        assert "(last.weight, last.bias) existed when it was set" in refused(tmp_path / "run", late)
+        assert "(last.weight, last.bias) were already initialised" in refused(tmp_path / "run", late)
         pl.seed_everything(0, workers=False, verbose=False)
         message = refused(tmp_path / "run", Classifier())
         assert "not in force: PL_SEED_WORKERS is 0 and should be 1. " in message

@@ -78,7 +78,7 @@ def test_what_is_no_sidecar_of_this_version_is_refused():
     form = {"schema": 1, "digest_version": 1, "id": "a", "file": {"size": 1, "digest": "0"}, "entries": {}}
     files.unseal(files.seal(form), Path("x"), files.Sidecar)
     for raw, message in (
-        (files.seal({**form, "schema": 2}), "has schema 2, and this version of det_callbacks reads 1"),
+        (files.seal({**form, "schema": 2}), "has schema 2, but this version of det_callbacks reads 1"),
         (files.seal({**form, "digest_version": 2}), "has digest_version 2"),
         (files.seal({**form, "num_ranks": "two"}), "structure"),
         *((raw, "is damaged") for raw in (b"null", b'{"schema": 1}', b"[" * 100_000)),
@@ -134,7 +134,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path):
     torch.save({"thing": Thing()}, tmp_path / "thing.ckpt")
     for paths, message in (
         (("memory://x.ckpt",), r"There is no checkpoint memory://x\.ckpt on this disk"),
-        ((tmp_path / "list.ckpt", tmp_path / "x.ckpt"), "it holds a list and not a checkpoint's dictionary"),
+        ((tmp_path / "list.ckpt", tmp_path / "x.ckpt"), "it holds a list instead of a checkpoint's dictionary"),
         ((tmp_path / "x.ckpt", tmp_path / "thing.ckpt"), r"thing\.ckpt cannot be read \(UnpicklingError: Weights only"),
         ((tmp_path / "x.ckpt", tmp_path / "folder"), "cannot be read: of two, both have to be files"),
     ):

@@ -124,7 +124,7 @@ def test_what_is_observed_in_a_capture_is_said_to_be_left_out():
     observations = Observations(recorder, owner="a test")
     recorder.begin()
     observations.begin()
-    with pytest.warns(CoverageWarning, match="'x' was observed while a CUDA graph was being captured"), capture():
+    with pytest.warns(CoverageWarning, match="'x' was observed during the capture of a CUDA graph"), capture():
         observations.observe("x", [("x", torch.ones(2))])
     observations.observe("y", [("y", torch.ones(2))])
     observations.end()

@@ -41,7 +41,7 @@ def without_storage(group: RankGroup, rank: int) -> Any:
 
 
 FAILED = "RankError: Rank 1 failed in the audit of the replicas after step 0, so this rank (0 of 2) stops too: Det"
-AT = "RankError: Rank {} of 2 is at the audit of the replicas after step {}, and rank {} at the audit of the replicas "
+AT = "RankError: Rank {} of 2 is at the audit of the replicas after step {}, but rank {} at the audit of the replicas "
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,8 @@ OLD, MANY = {**FACTS, "torch.version": "2.12"}, {f"entry {number}": number for n
 @pytest.mark.parametrize(
     ("told", "said"),
     [
-        ([FACTS, FACTS, OLD, FACTS], 'version is "2.12" on rank 2, and "2.13" on ranks 0, 1, 3. Nothing was'),
-        ([FACTS, {**FACTS, "weights": None}], 'weights is null on rank 1, and "00ff" on rank 0. Nothing was'),
+        ([FACTS, FACTS, OLD, FACTS], 'version is "2.12" on rank 2, but "2.13" on ranks 0, 1, 3. Nothing was'),
+        ([FACTS, {**FACTS, "weights": None}], 'weights is null on rank 1, but "00ff" on rank 0. Nothing was'),
         ([MANY, {}], "; and 4 more"),
     ],
 )

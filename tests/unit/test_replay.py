@@ -150,7 +150,7 @@ FREED.untyped_storage().resize_(0)
         (lambda: torch.ones(2, device="meta"), "holds no data"),
         (lambda: torch.ones(3).expand(2, 3), "share memory .shape .2, 3., strides .0, 1.*clone"),
         (lambda: torch.ones(4).as_strided((2, 2), (1, 1)), "share memory"),
-        (lambda: FREED, "needs 32 bytes of storage and 0 are there"),
+        (lambda: FREED, "needs 32 bytes of storage, which has 0"),
     ],
 )
 @pytest.mark.parametrize("is_late", [False, True], ids=["host", "late"])

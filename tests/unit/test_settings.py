@@ -163,13 +163,15 @@ def test_what_comes_too_late_is_refused_and_nothing_applied(monkeypatch):
     variables = "NCCL_ALGO=Ring and NCCL_PROTO=LL and NCCL_MIN_NCHANNELS=2 and NCCL_MAX_NCHANNELS=4"
     assert f"Nothing was changed. Start the program with {variables} set:\n    NCCL_" in str(refused.value)
     monkeypatch.setattr(catalogue, "start_environment", dict)
-    with pytest.raises(SettingsError, match="comes too late") as refused:
+    with pytest.raises(SettingsError, match="can no longer take effect") as refused:
         enforce_determinism({"seed": 3, "num_threads": 1, **{name: value for name, (value, _) in AT_START.items()}})
     for name, (value, variable) in AT_START.items():
-        start = f"{name}={value!r} comes too late: {variable.partition('=')[0]} is read when the process starts"
+        start = (
+            f"{name}={value!r} can no longer take effect: {variable.partition('=')[0]} is read when the process starts"
+        )
         assert start in str(refused.value)
     words = str(refused.value).splitlines()[-1].split()
     assert ({*words[:3]}, words[3:5]) == ({variable for _, variable in AT_START.values()}, sys.orig_argv[:2])
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(SettingsError, match=r"too late.*CUBLAS_WORKSPACE_CONFIG=None already.*=:4096:8 set"):
+    with pytest.raises(SettingsError, match=r"no longer.*CUBLAS_WORKSPACE_CONFIG=None already.*=:4096:8 set"):
         enforce_determinism(DeterminismSettings(seed=1))

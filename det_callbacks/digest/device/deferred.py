@@ -1,4 +1,4 @@
-"""Digests that are asked for in the order of a device's work, and known when the device is waited for."""
+"""Digests that are queued in the order of a device's work, and known after the host waits for the device."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from det_callbacks.internals.torch import storage_address
 
 MAX_TENSORS = 1024
 MAX_BYTES = 64 * 1024 * 1024
-"""Memory that tensors waiting for their digest may hold."""
+"""Limit on the memory held by tensors that wait for their digest."""
 
 Known = dict[torch.device, list[int]]
-"""What ``DeferredDigests.finish`` found, for ``value_of``."""
+"""The digests that ``DeferredDigests.finish`` returns, for ``value_of``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,7 +30,7 @@ Bits = int | DeferredBits
 
 
 def derived(parts: Sequence[Bits], combine: Callable[[list[int]], int]) -> DeferredBits:
-    """Return bits that are computed on the host from others, some of which are deferred."""
+    """Return bits that the host computes from others, some of which are deferred."""
     return DeferredBits(lambda known: combine([value_of(part, known) for part in parts]))
 
 
@@ -39,24 +39,23 @@ def value_of(bits: Bits, known: Known) -> int:
 
 
 class DigestQueue:
-    """Spans of a device's memory, launched and fetched together.
+    """A queue of spans of a device's memory, whose digests are launched and fetched together.
 
-    The storage of a waiting span is held; its bytes must not change before the launch, which
-    ``before_write`` makes. What waits is also launched when it is too much, when the stream changes,
-    and at ``finish``, which alone waits for the device. Any thread may call: autograd has one for each
-    device.
+    The queue holds the storage of a waiting span, whose bytes must not change before the launch. It
+    launches in ``before_write``, when too much waits, when the stream changes, and in ``finish``, which
+    alone waits for the device. Any thread may call: autograd has a thread for each device.
     """
 
     def __init__(self, method: TritonDigest, *, max_tensors: int = MAX_TENSORS, max_bytes: int = MAX_BYTES) -> None:
         self._method = method
         self._max_tensors, self._max_bytes = max_tensors, max_bytes
         self._stream: Hashable = None
-        self._readers: dict[int, dict[Hashable, None]] = {}  # by storage: the streams that may still be reading it
+        self._readers: dict[int, dict[Hashable, None]] = {}  # storage -> streams that may still be reading it
         self._lock = RLock()
         self.discard()
 
     def add(self, storage: torch.UntypedStorage, offset: int, num_bytes: int) -> int:
-        """Take a span whose bytes are ready on the device's current stream; return the place of its digest."""
+        """Add a span whose bytes are ready on the device's current stream; return the index of its digest."""
         stream = self._method.stream()
         with self._lock:
             self._require_whole()
@@ -76,7 +75,7 @@ class DigestQueue:
             return self._num_added - 1
 
     def before_write(self, storage: torch.UntypedStorage) -> None:
-        """Launch what waits, if any of it lies in a storage that is about to change or to lose its memory."""
+        """Launch what waits if a waiting span is in this storage, which is about to change or be freed."""
         place = storage_address(storage)
         with self._lock:  # another thread may be launching
             if place in self._places:
@@ -85,14 +84,14 @@ class DigestQueue:
                 self._wait_for(self._readers.pop(place))
 
     def before_any_write(self) -> None:
-        """Launch what waits, and have the current stream come after all reading."""
+        """Launch what waits, and have the current stream wait until all spans are read."""
         with self._lock:
             self.flush()
-            # a dict, in the order in which they came
+            # a dict keeps their order
             self._wait_for(dict.fromkeys(stream for streams in self._readers.values() for stream in streams))
 
     def unhold(self, storage: torch.UntypedStorage) -> None:
-        """Do not tell the allocator, until ``discard``, that a storage is read."""
+        """Do not report reads of a storage to the allocator until ``discard``."""
         self._unheld.add(storage_address(storage))
 
     def flush(self) -> None:
@@ -106,8 +105,8 @@ class DigestQueue:
             for storage, offset, num_bytes in pending:
                 if storage.nbytes() < offset + num_bytes:
                     raise DetCallbacksError(
-                        f"the memory of a tensor of {num_bytes} bytes was freed before its digest was taken; say "
-                        "before_write of a storage that is about to be freed or resized"
+                        f"the memory of a tensor of {num_bytes} bytes was freed before its digest was taken; call "
+                        "before_write with a storage before it is freed or resized"
                     )
             with unobserved():
                 self._launched.append(self._method.launch(pending, stream, frozenset(self._unheld)))
@@ -117,19 +116,19 @@ class DigestQueue:
             self._is_broken = False
 
     def finish(self) -> list[int]:
-        """Return the digests of all spans in order, and begin anew; raise where one is lost."""
+        """Return the digests of all spans in order, and start over; raise if a digest is lost."""
         with self._lock:
             self.flush()
             with unobserved():
                 digests = self._method.collect(self._launched) if self._launched else []
             assert len(digests) == self._num_added, "one for each span"
             if digests:
-                self._readers = {}  # the device is done with all of them
+                self._readers = {}  # the device has finished reading
             self.discard()
             return digests
 
     def discard(self) -> None:
-        """Begin anew without the digests, after an exception."""
+        """Start over without the digests, after an exception."""
         with self._lock:
             self._forget_pending()
             self._unheld: set[int] = set()
@@ -152,16 +151,16 @@ class DigestQueue:
     def _require_whole(self) -> None:
         if self._is_broken:
             raise DetCallbacksError(
-                "digests of this queue were lost when an earlier launch failed; the tensors are intact; discard the "
-                "queue's content and take the digests again"
+                "an earlier launch failed, so digests of this queue are lost; the tensors are intact; discard the "
+                "queue and take the digests again"
             )
 
 
 class DeferredDigests:
-    """A queue for each device that computes digests, and copies under way; ``finish`` alone waits for the devices.
+    """A queue for each device that computes digests, and pending copies; ``finish`` alone waits for the devices.
 
-    Copies of CUDA devices go through pinned memory, which torch reuses only after them; elsewhere they
-    are made at once.
+    Copies from CUDA devices use pinned memory, which torch reuses only when they are done; copies from
+    other devices are synchronous.
     """
 
     def __init__(self) -> None:
@@ -173,7 +172,7 @@ class DeferredDigests:
         return self._queue_of(device) is not None
 
     def add(self, storage: torch.UntypedStorage, offset: int, num_bytes: int) -> Bits | None:
-        """Ask for the digest of a span of a device's memory as it is now; None where the host computes it."""
+        """Queue the digest of a span of a device's memory as it is now; return None if the host computes it."""
         if not num_bytes:
             return digest_bytes(b"")
         device = storage.device
@@ -184,7 +183,7 @@ class DeferredDigests:
         return DeferredBits(lambda known: known[device][place])
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a contiguous copy of a tensor on the host, to be read after ``finish``."""
+        """Return a contiguous copy of a tensor on the host, which is valid after ``finish``."""
         with unobserved(), torch.no_grad():
             source = tensor.detach().resolve_conj().resolve_neg().contiguous()
             is_pinned = source.device.type == "cuda"
@@ -194,7 +193,7 @@ class DeferredDigests:
             return copy
 
     def send(self, values: torch.Tensor, target: torch.Tensor) -> None:
-        """Write the elements of a host tensor into one of the same shape and dtype, after ``before_write``."""
+        """Copy a host tensor into a tensor of the same shape and dtype, after ``before_write``."""
         with unobserved(), torch.no_grad():
             if target.device.type != "cuda":
                 target.copy_(values)
@@ -221,7 +220,7 @@ class DeferredDigests:
             queue.flush()
 
     def finish(self) -> Known:
-        """Wait for the devices, return what ``value_of`` needs, and begin anew."""
+        """Wait for the devices, return what ``value_of`` needs, and start over."""
         known = {device: queue.finish() for device, queue in self._queues.items() if queue is not None}
         for end in self._copies.values():
             end.synchronize()

@@ -1,6 +1,6 @@
-"""Digests by Triton kernels on a CUDA device: launching, fetching all at once, and whether they are used.
+"""Digests by Triton kernels on a CUDA device: launches them, fetches digests together, and decides about their use.
 
-All memory comes from torch's caching allocator, on the stream that uses it.
+All memory comes from torch's caching allocator, on the stream where it is used.
 """
 
 import functools
@@ -20,14 +20,14 @@ from det_callbacks.errors import DetCallbacksError
 from det_callbacks.internals.torch import storage_address
 
 MAX_SUM_BYTES = 32 * 1024 * 1024
-"""Sums of a stream that wait at most."""
+"""Limit on the waiting sums of a stream."""
 
 _SUM_WORDS = 8  # of a block, 8 bytes each
 
 Span = tuple[torch.UntypedStorage, int, int]
 """Storage, first byte in it, number of bytes."""
 
-# What using a device's compiler may raise; in Triton 3.7.1 a missing libcuda.so.1 is an AssertionError.
+# Errors of a device's compiler; in Triton 3.7.1 a missing libcuda.so.1 is an AssertionError.
 _FAILURES = (AssertionError, AttributeError, ImportError, OSError, RuntimeError, SubprocessError, TypeError, ValueError)
 
 
@@ -40,13 +40,13 @@ class Launched:
 
 
 class TritonDigest:
-    """Triton kernels on a CUDA device: no copy of the tensors, no synchronisation before the digests are collected.
+    """Digests tensors on a CUDA device with Triton kernels, without a copy or a synchronisation before ``collect``.
 
-    One kernel reads up to 16 spans and leaves 64 bytes for each block of 1 KiB, its sums. Every half
-    GiB of spans, and at the end, one more kernel hashes them. Any thread may call.
+    One kernel reads up to 16 spans and writes 64 bytes of sums for each block of 1 KiB. After every
+    half GiB of spans, and at the end, another kernel hashes the sums. Any thread may call.
 
-    ``kernels`` is the module ``triton_kernels``; ``device`` has its index, or is the host for Triton's
-    interpreter.
+    ``kernels`` is the module ``triton_kernels``; ``device`` has an index, or is the host if Triton
+    interprets.
     """
 
     def __init__(self, kernels: ModuleType, device: torch.device) -> None:
@@ -57,10 +57,10 @@ class TritonDigest:
         self._device = device
         self._is_cuda = device.type == "cuda"
         self._lock = threading.Lock()
-        self._waiting: dict[Hashable, list[Launched]] = defaultdict(list)  # by stream: launches whose sums wait
+        self._waiting: dict[Hashable, list[Launched]] = defaultdict(list)  # stream -> launches whose sums wait
         self._num_sum_bytes: Counter[Hashable] = Counter()
         _require_no_capture()
-        # tensors made in inference mode cannot be written outside of it
+        # tensors made in inference mode cannot be written outside it
         with torch.inference_mode(False), self._on(self.stream()):
             self._launchers: Any = kernels.Launchers()
             self._constants = torch.tensor(kernels.CONSTANTS, dtype=torch.int64, device="cpu").to(device)
@@ -76,7 +76,7 @@ class TritonDigest:
             torch.cuda.current_stream(self._device).wait_stream(stream)
 
     def launch(self, spans: Sequence[Span], stream: Hashable, unheld: Set[int] = frozenset()) -> Launched:
-        """Enqueue the kernel that reads the spans; the allocator is not told of storages at ``unheld`` addresses."""
+        """Enqueue the kernel that reads the spans; do not report storages at ``unheld`` addresses to the allocator."""
         places = [(storage.data_ptr() + offset, size) for storage, offset, size in spans]
         with self._lock, self._on(stream):
             self._hold([span for span in spans if storage_address(span[0]) not in unheld] if unheld else spans, stream)
@@ -100,7 +100,7 @@ class TritonDigest:
         return launched
 
     def collect(self, launched: Sequence[Launched]) -> list[int]:
-        """Return the digests of all launches, one after the other; the one place that waits for the device."""
+        """Return the digests of all launches in order; only this waits for the device."""
         _require_no_capture()
         with self._lock:
             for stream in dict.fromkeys(part.stream for part in launched):
@@ -110,7 +110,7 @@ class TritonDigest:
                     self.wait_for(stream)
             if any(part.sums is not None for part in launched):
                 raise DetCallbacksError(
-                    "digests of this stream were lost when an earlier launch failed; the tensors are intact; take "
+                    "an earlier launch failed, so digests of this stream are lost; the tensors are intact; take "
                     "their digests again"
                 )
             with torch.inference_mode(False), self._on(self.stream()):
@@ -128,7 +128,7 @@ class TritonDigest:
         return digests
 
     def _finish(self, stream: Hashable) -> None:
-        """Enqueue the kernel that hashes what waits on a stream; after a failure, launches keep their sums."""
+        """Enqueue the kernel that hashes the waiting sums of a stream; after a failure, launches keep their sums."""
         launches = self._waiting.pop(stream, [])
         self._num_sum_bytes.pop(stream, None)
         if not launches:
@@ -154,10 +154,10 @@ class TritonDigest:
             launched.sums = None
 
     def _hold(self, spans: Sequence[Span], stream: Hashable) -> None:
-        """Have the allocator keep the spans' memory until the stream has passed."""
+        """Have the allocator keep the spans' memory until the stream has read it."""
         if stream is None:
             return
-        # A microsecond each. Where a storage was allocated on this very stream, the allocator does nothing.
+        # A microsecond each. The allocator does nothing if a storage was allocated on this stream.
         for storage, _, _ in spans:
             self._scratch.set_(storage)
             self._tell_allocator(self._scratch, stream)
@@ -176,7 +176,7 @@ class TritonDigest:
         return words.set_(memory, 0, (memory.nbytes() // 8,), (1,))
 
     def _host_words(self, num_words: int) -> torch.Tensor:
-        # a copy to pageable memory would be waited for
+        # a copy to pageable memory would wait
         return torch.empty((num_words,), dtype=torch.int64, device="cpu", pin_memory=self._is_cuda)
 
     @contextmanager
@@ -193,12 +193,12 @@ class TritonDigest:
 
 
 def _require_no_capture() -> None:
-    """Raise where the current stream captures a CUDA graph: each replay would run the kernel."""
-    # builds without CUDA raise at the second question
+    """Raise if the current stream captures a CUDA graph: each replay would run the kernel."""
+    # builds without CUDA raise at the second call
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise DetCallbacksError(
-            "a digest was asked for while the current stream captures a CUDA graph, in which nothing may be allocated "
-            "or waited for; the capture and all tensors are intact; take digests before or after the capture"
+            "cannot take a digest while the current stream captures a CUDA graph; the capture and all tensors are "
+            "intact; take digests before or after the capture"
         )
 
 
@@ -209,7 +209,7 @@ def _num_leaves(size: int) -> int:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     method: TritonDigest | None
-    reason: str = ""  # why Triton's kernels are not used on a CUDA device
+    reason: str = ""  # why a CUDA device does not use Triton's kernels
 
     def __str__(self) -> str:
         if self.method is not None:
@@ -219,9 +219,9 @@ class Choice:
 
 @functools.cache
 def device_choice(device: torch.device) -> Choice:
-    """Return how tensors on a device (with its index) are digested: by Triton's kernels where their bits are right.
+    """Return how to digest tensors on a device (with an index): by Triton's kernels if they give the host's bits.
 
-    The first call compiles them for some seconds, unless Triton has them in its cache.
+    The first call takes seconds to compile the kernels, unless Triton's cache has them.
     """
     if device.type != "cuda":
         return Choice(method=None)
@@ -230,7 +230,7 @@ def device_choice(device: torch.device) -> Choice:
     except _FAILURES as error:
         return Choice(method=None, reason=f"{type(error).__name__}: {error}")
     if kernels.IS_INTERPRETED:
-        what = "TRITON_INTERPRET is set, and Triton's interpreter would read the device's memory on the host"
+        what = "TRITON_INTERPRET is set, and Triton's interpreter cannot read the device's memory"
         return Choice(method=None, reason=what)
     try:
         method = TritonDigest(kernels, device)
@@ -241,7 +241,7 @@ def device_choice(device: torch.device) -> Choice:
 
 
 def disagreement(method: TritonDigest, device: torch.device) -> str:
-    """Return how a method differs from the host's bits, "" where it does not; errors of the device are raised."""
+    """Return how a method's bits differ from the host's, "" if they match; raise errors of the device."""
     length = LEAF_BYTES + BLOCK_BYTES + 5
     # the top byte of multiples of 2**32 divided by the golden ratio: all words differ
     content = (torch.arange(length + 3, dtype=torch.int64, device="cpu") * 2654435761 >> 24).to(torch.uint8)
@@ -252,5 +252,5 @@ def disagreement(method: TritonDigest, device: torch.device) -> str:
     expected = [digest_bytes(content[part].numpy().tobytes()) for part in parts]
     for part, one, other in zip(parts, expected, given, strict=True):
         if one != other:
-            return f"{method.name} gave other bits than the host for {part.stop - part.start} bytes at {part.start}"
+            return f"{method.name} gave different bits from the host for {part.stop - part.start} bytes at {part.start}"
     return ""

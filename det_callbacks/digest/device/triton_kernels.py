@@ -1,18 +1,17 @@
-"""The digest as Triton kernels: many spans of device memory -> 64 bits each, without a synchronisation.
+"""The digest as Triton kernels: many spans of device memory -> 64 bits each, without synchronisation.
 
-The specification is in ``det_callbacks.digest.host``, that of XXH3-64 (seed 0, the default secret) in
+``det_callbacks.digest.host`` specifies the digest. The specification of XXH3-64 (seed 0, default secret) is
 https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md; only its branch for inputs above 240
-bytes is needed. The 16 stripes of a block of 1 KiB only add to the eight accumulators, so
-``_sum_blocks`` finds the sums of all blocks of up to 16 spans at once; the spans are arguments, since a
-table would have to be copied to the device. Between blocks the accumulators are scrambled:
-``_hash_leaves`` does that, a warp for each leaf. The host joins the hashes of a span's leaves.
+bytes is used. The 16 stripes of a block of 1 KiB only add to the eight accumulators, so
+``_sum_blocks`` computes the sums of all blocks of up to 16 spans in parallel; the spans are arguments,
+since a table would need a copy to the device. ``_hash_leaves`` scrambles the accumulators between
+blocks, with a warp for each leaf. The host combines the hashes of a span's leaves.
 
-Unaligned loads are errors on a GPU, so aligned words of 8 bytes are read, and two are joined where a
-span begins between them. An aligned word with one byte of a span in it lies in the same page and
+A GPU cannot load unaligned words, so the kernels read aligned words of 8 bytes, and combine two if a
+span begins between them. An aligned word that contains a byte of the span is in the same page and
 allocation.
 
-Every argument is an int64 that is not specialised on, so that nothing is compiled in the middle of a
-training step.
+Every argument is an int64 without specialisation, so that nothing compiles during a training step.
 """
 
 import struct
@@ -28,10 +27,10 @@ __all__ = ["CONSTANTS", "IS_INTERPRETED", "SPANS_PER_LAUNCH", "TILE_BYTES", "VER
 VERSION: str = triton.__version__
 
 SPANS_PER_LAUNCH = 16
-"""Spans that one launch of ``_sum_blocks`` takes."""
+"""Number of spans of one launch of ``_sum_blocks``."""
 
 TILE_BYTES = 32 * 1024
-"""What one program of ``_sum_blocks`` reads: 32 blocks, an eighth of a leaf."""
+"""Bytes that one program of ``_sum_blocks`` reads: 32 blocks, an eighth of a leaf."""
 
 _SECRET = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221b8084674f743248e"
@@ -51,14 +50,14 @@ _INITIAL_LANES = (
     0x9E3779B1,
 )
 
-# Stripe s of a block is mixed with the eight words of the secret from s on, the last stripe of all with others;
-# the eight from 16 on scramble after a block.
+# Stripe s of a block uses the eight words of the secret from s on, the final stripe other words; the
+# scramble after a block uses the eight from 16 on.
 _WORDS = [
     word for offset, count in ((0, 24), (121, 8), (11, 8)) for word in struct.unpack_from(f"<{count}q", _SECRET, offset)
 ]
 
 CONSTANTS = (*_WORDS, *struct.unpack("<8q", struct.pack("<8Q", *_INITIAL_LANES)))
-"""What the kernels' constants point at; they know the places as numbers."""
+"""The table that the kernels' argument ``constants`` points to; they index it with literals."""
 
 _SPAN_ARGUMENTS = [f"{kind}{number}" for number in range(SPANS_PER_LAUNCH) for kind in ("at", "len")]
 
@@ -116,7 +115,7 @@ def _sum_blocks(
     at15: tl.int64,
     len15: tl.int64,
 ):
-    """Write what each of a tile's blocks adds to the eight accumulators; a span's tiles follow the span's before."""
+    """Write what each block of a tile adds to the eight accumulators; tiles are in the order of the spans."""
     addresses = (at1, at2, at3, at4, at5, at6, at7, at8, at9, at10, at11, at12, at13, at14, at15)
     lengths = (len1, len2, len3, len4, len5, len6, len7, len8, len9, len10, len11, len12, len13, len14, len15)
     program = tl.program_id(0).to(tl.int64)
@@ -154,7 +153,7 @@ def _sum_blocks(
         skew = start & 7
         words = _words_at(start - skew)
         shift = (skew * 8).to(tl.uint64)
-        end_of_next = tl.where(skew != 0, left + skew - 8, 0)  # where nothing is shifted, no word needs its next
+        end_of_next = tl.where(skew != 0, left + skew - 8, 0)  # without a shift, no word needs the next
         for stripe in tl.static_range(16):
             index = (row * 128 + stripe * 8)[:, None] + lane[None, :]
             begin = index.to(tl.int64) * 8
@@ -163,7 +162,7 @@ def _sum_blocks(
             # in two steps: a shift by all 64 bits is undefined
             word = (low >> shift) | ((high << 1) << (63 - shift))
             num_valid = tl.minimum(tl.maximum(left - begin, 0), 8)
-            # 8 valid bytes: ~0 >> 0; none: the word is 0 where nothing was loaded
+            # 8 valid bytes: ~0 >> 0; none: the word is already 0
             drop = (tl.where(num_valid > 0, 8 - num_valid, 0) * 8).to(tl.uint64)
             word = tl.where(num_valid > 0, (word << drop) >> drop, 0)
             key = _unsigned_at(table + stripe + lane)[None, :]
@@ -175,7 +174,7 @@ def _sum_blocks(
     even, odd = tl.split(tl.reshape(totals, [32, 4, 2]))
     added = products + tl.reshape(tl.join(odd, even), [32, 8])
     target = tl.multiple_of(_words_at(sums), 16) + program * 256 + row[:, None] * 8 + lane[None, :]
-    # rows past the span's end write sums that nothing reads
+    # rows beyond the span's end write sums that nothing reads
     tl.store(target, added.to(tl.int64, bitcast=True))
 
 
@@ -196,7 +195,7 @@ def _high_product(first, second):
 
 @triton.jit(do_not_specialize=["constants", "rows", "num_rows"])
 def _hash_leaves(constants: tl.int64, rows: tl.int64, num_rows: tl.int64):
-    """Write a leaf's hash; a row is a span: first leaf, address of its sums, bytes, address of the first hash."""
+    """Write a leaf's hash; a row is a span: first leaf, address of its sums, bytes, address of its first hash."""
     program = tl.program_id(0).to(tl.int64)
     row = _words_at(rows)
     # the last row whose first leaf is at most this one
@@ -215,7 +214,7 @@ def _hash_leaves(constants: tl.int64, rows: tl.int64, num_rows: tl.int64):
     scramble = _unsigned_at(table + 16 + lane)
     state = _unsigned_at(table + 40 + lane)
     begin = _words_at(tl.load(row + 1)) + leaf * 2048 + lane
-    # sixteen at a time, so that their loads overlap
+    # 16 at a time, so that their loads overlap
     num_scrambled = num_blocks - 1
     num_together = num_scrambled // 16 * 16
     for block in range(0, num_together, 16):
@@ -233,11 +232,11 @@ def _hash_leaves(constants: tl.int64, rows: tl.int64, num_rows: tl.int64):
 
 
 IS_INTERPRETED = not isinstance(_sum_blocks, triton.JITFunction)
-"""Whether Triton's interpreter runs the kernels, which takes every address for one of the host."""
+"""Whether Triton's interpreter runs the kernels; it reads only the host's memory."""
 
 
 class Launchers:
-    """The kernels, compiled for the current device; each takes programs, the stream, the kernel's arguments."""
+    """The kernels, compiled for the current device; each takes the grid size, the stream and kernel arguments."""
 
     def __init__(self) -> None:
         self.sum_blocks = _launcher(_sum_blocks, num_warps=4)
@@ -245,8 +244,8 @@ class Launchers:
 
 
 def _launcher(kernel: triton.JITFunction, *, num_warps: int) -> Callable[..., None]:
-    # launching a compiled kernel by itself takes a few microseconds instead of 20 to 30;
-    # in Triton 3.7.1 CompiledKernel.__getitem__ takes the stream, and integers for what is an int64
+    # launching a compiled kernel directly takes a few microseconds instead of 20 to 30;
+    # in Triton 3.7.1 CompiledKernel.__getitem__ takes the stream, and integers for int64 arguments
     if IS_INTERPRETED:
         return lambda num_programs, _stream, *arguments: kernel[(num_programs,)](*arguments, num_warps=num_warps)
     compiled: Any = kernel.warmup(*[0] * len(kernel.arg_names), grid=(1,), num_warps=num_warps)

@@ -1,7 +1,7 @@
 """Targets of the presets in ``pkg://det_callbacks.conf``.
 
-For a module that cannot be imported, Hydra reports only that it cannot locate the target. So torch
-and Lightning are imported by the functions, whose errors can be shown.
+If a module cannot be imported, Hydra reports only that it cannot locate the target. So the functions
+import torch and Lightning, and can show the error.
 """
 
 import os
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 def determinism_callback(
     *, reference: str | None = None, current: str | None = None, **arguments: Any
 ) -> "DeterminismCallback":
-    """Return a :class:`DeterminismCallback` whose folders belong to this Hydra job.
+    """Return a :class:`DeterminismCallback` with the folders of this Hydra job.
 
-    Relative paths start where the program was started; ``current`` is by default ``determinism`` in
-    the job's output directory. In a multirun each job has a folder of its own, ``job-0``,
-    ``job-1``, in the order of the sweep.
+    Paths are relative to the directory where the program was started; ``current`` defaults to
+    ``determinism`` in the job's output directory. In a multirun each job has a separate folder,
+    ``job-0``, ``job-1``, in the order of the sweep.
     """
     from det_callbacks.integrations.hydra.job import callback_of_job  # noqa: PLC0415  # loads Lightning
 
@@ -40,9 +40,9 @@ def determinism_callback(
 class DeterminismJobCallback(Callback):
     """Applies ``determinism.settings`` before the task function, and restores everything after it.
 
-    The exit status is 1 diverged, 2 could not do it, 3 not comparable; in a multirun that of the
-    first job that failed. A job in which no callback of ours ran a fit fails with 2. Nothing is
-    restored if the task leaves by KeyboardInterrupt or SystemExit: Hydra then calls no callback.
+    The exit status is 1 if diverged, 2 on an error, 3 if not comparable; in a multirun it is the status
+    of the first job that failed. A job in which none of our callbacks ran a fit fails with 2. After
+    KeyboardInterrupt or SystemExit nothing is restored, because Hydra calls no callback.
     """
 
     _job: "Job"
@@ -65,7 +65,7 @@ class DeterminismJobCallback(Callback):
 
 @contextmanager
 def _ending_the_process_on_errors() -> Iterator[None]:
-    """End the process: Hydra turns other exceptions of its callbacks into warnings."""
+    """End the process on an error: Hydra turns exceptions of its callbacks into warnings."""
     try:
         yield
     except Exception as error:
@@ -74,7 +74,7 @@ def _ending_the_process_on_errors() -> Iterator[None]:
 
 
 def _print_error(error: Exception) -> None:
-    """Print the message of our errors; the traceback of others, or if HYDRA_FULL_ERROR asks for it."""
+    """Print our errors without a traceback, unless HYDRA_FULL_ERROR is set, and others with one."""
     if isinstance(error, DetCallbacksError) and os.environ.get("HYDRA_FULL_ERROR", "0") in ("", "0"):
         from det_callbacks.report.console import print_error  # noqa: PLC0415  # loads rich
 

@@ -55,7 +55,7 @@ class Job:
             self._open(config)
 
     def end(self, job_return: JobReturn) -> DetCallbacksError | None:
-        """Restore the settings; return our error that the job ends with, which becomes its exit status."""
+        """Restore the settings; return our error, if any, that the job ends with and that sets its exit status."""
         error: Any = take_unfinished()
         self._undo.close()
         if job_return.status == JobStatus.FAILED:
@@ -64,8 +64,7 @@ class Job:
                 error = error.__cause__  # raised while hydra.utils.instantiate built the callback
         if not isinstance(error, DetCallbacksError):
             return None
-        # Hydra raises the return value of a failed job at the end of the run; a SystemExit passes
-        # through it
+        # Hydra raises the return value of a failed job at the end of the run; it lets a SystemExit pass
         job_return.status = JobStatus.FAILED
         job_return.return_value = SystemExit(error.exit_code)
         return error
@@ -75,23 +74,23 @@ class Job:
             raise SelectionError(f"DeterminismCallback has no argument {unknown[0]}.")
         if OmegaConf.is_missing(config.determinism, "reference"):
             raise SettingsError(
-                "determinism.reference is not set, so there is nowhere to record to or to verify against. "
-                "Add determinism.reference=refs/run1 (a folder, from where the program is started)."
+                "determinism.reference is not set, so there is no folder to record to or verify against. Add "
+                "determinism.reference=refs/run1 (relative to the directory where you start the program)."
             )
         self._undo.callback(os.environ.update, dict(os.environ))
-        self._undo.callback(os.environ.clear)  # runs before the update
+        self._undo.callback(os.environ.clear)  # undone before the update
         self._undo.enter_context(warnings.catch_warnings())
-        # without settings, too, everything is restored: no job leaks into the next
+        # restore everything even without settings, so that no job affects the next
         settings = config.determinism.settings
         nothing = DeterminismSettings.choose()
         self._undo.enter_context(enforce_determinism(nothing if settings is None else settings))
-        # noticed also where the task leaves by ``sys.exit``
+        # checked even if the task ends with ``sys.exit``
         mode = config.determinism.mode
         name = "ReplicaAuditCallback" if mode == "replicas" else "DeterminismCallback"
         error = NothingComparedError(
-            f"determinism.mode={mode}, but no {name} ran a fit in this job, so nothing was recorded or compared. The "
-            "configuration is right; the program has to build cfg.callbacks (hydra.utils.instantiate), pass them to "
-            "the Trainer, and call trainer.fit, with a strategy that trains in this process, too: ddp, not ddp_spawn."
+            f"determinism.mode={mode}, but no {name} ran a fit in this job, so nothing was recorded or compared. In "
+            "the program, build cfg.callbacks (hydra.utils.instantiate), pass it to the Trainer, and call trainer.fit, "
+            "with a strategy that trains in this process: ddp, not ddp_spawn."
         )
         before, fits.last_error = fits.num_fits, None
         fits.wait(self, lambda: fits.last_error if fits.num_fits > before else error)

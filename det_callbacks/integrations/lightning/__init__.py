@@ -1,4 +1,4 @@
-"""DeterminismCallback and ReplicaAuditCallback: when Lightning calls us."""
+"""Lightning's callbacks: DeterminismCallback and ReplicaAuditCallback."""
 
 from det_callbacks.integrations.lightning.determinism import DeterminismCallback
 from det_callbacks.integrations.lightning.proof import prove_resume

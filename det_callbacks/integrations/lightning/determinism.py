@@ -1,4 +1,4 @@
-"""DeterminismCallback: a training run recorded, or verified against a recorded one."""
+"""DeterminismCallback: records a training run, or verifies it against a recorded one."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,67 +23,67 @@ from det_callbacks.training.following import FollowedRun
 
 @join_twins
 class DeterminismCallback(FollowedRun, pl.Callback):
-    """Record a training run, or verify it against a recorded one, bit for bit.
+    """Record a training run, or verify it bit for bit against a recorded one.
 
-    The training has the bits that it has without the callback. Level op costs some 10 microseconds
-    an op and a pass over every output at memory speed; see ``recipes/overhead``. The arguments from
-    ``level`` to ``compiled``, ``replay`` and ``keep_tensors`` default to those of the reference,
-    and a verification refuses others. ``docs/reference/callback.md`` says more of each argument.
+    The callback changes no bits of the training. Level op costs about 10 microseconds an op, and a pass
+    over every output at memory speed; see ``recipes/overhead``. A verification takes the arguments from
+    ``level`` to ``compiled``, ``replay`` and ``keep_tensors`` from the reference, and refuses different
+    ones. ``docs/reference/callback.md`` has details on each argument.
 
     Args:
-        reference: folder of the reference, which record writes and verify reads; None for an audit.
+        reference: folder of the reference, written by record and read by verify; None for an audit.
         mode: "record" writes the reference, "verify" compares with it, "audit" runs ops twice,
             "disabled" does nothing.
-        current: folder for what verify or audit finds; by default a new one below the Trainer's log
-            directory.
+        current: folder for the results of verify or audit; by default a new one below the Trainer's
+            log directory.
         level: "op" (default) digests every op output of the chosen modules, "module" their outputs
             and output gradients, "state" the batch, loss, gradients, parameters, buffers and
-            optimizer state. Each holds the ones after it.
-        modules: fnmatch patterns over module names; default "*". "!metric/NAME" leaves out a logged
+            optimizer state. Each level includes those after it.
+        modules: fnmatch patterns for module names; default "*". "!metric/NAME" excludes a logged
             value.
         phases: some of "forward", "backward" and "optimizer"; all by default.
-        every_n_steps: record steps whose number is a multiple; 1 by default.
-        only_steps: record these step numbers instead, or audit them (by default the first three).
-        compiled: of compiled regions "run" (default) records the ends and the ops seen inside;
-            "eager" runs eager code.
-        steps: "all" demands exactly the reference's steps, "common" compares those that both runs
-            have.
+        every_n_steps: record steps whose number is a multiple of this; 1 by default.
+        only_steps: record only these step numbers, or audit them (by default the first three).
+        compiled: "run" (default) records inputs and outputs of compiled regions, and the ops seen
+            inside; "eager" runs the eager code instead.
+        steps: "all" requires exactly the reference's steps, "common" compares the steps that both
+            runs have.
         on_divergence: "raise" stops at the first diverging step, "collect" raises at the end,
             "warn" warns at the end.
-        settings: in force during training, and restored after it; refused by name if they come too
-            late.
+        settings: in force during training, and restored after it; an error if one can no longer take
+            effect.
         replay: ops whose outputs record saves and verify restores: ``[phase/][module:]op``
             patterns, or a YAML file.
-        keep_tensors: ops whose outputs are kept, so that a verdict has distances: such patterns.
-        tensor_budget_mib: MiB that a process may save in a step, for replay and for keep_tensors,
-            each. Of tensors to keep that exceed it an even sample of the elements is saved.
-        resume: with ``ckpt_path``, "exact" continues as the uninterrupted run or refuses; "plain"
+        keep_tensors: the same patterns, for ops whose outputs are kept to report distances.
+        tensor_budget_mib: MiB that a process may save in a step for replay, and again for
+            keep_tensors, which saves an even sample of the elements if the tensors exceed it.
+        resume: with ``ckpt_path``, "exact" continues like the uninterrupted run or refuses; "plain"
             is Lightning's resume.
         audit_replicas_every_n_steps: how often to compare replicas, see ``ReplicaAuditCallback``; 0
             means never.
-        overwrite: replace a recorded run, once the new one is whole.
-        log_metrics: log ``determinism/*`` metrics, and show a word in the progress bar.
+        overwrite: replace a recorded run once the new one is complete.
+        log_metrics: log ``determinism/*`` metrics, and show a status in the progress bar.
 
     Attributes:
-        verdict: the Verdict of a verification, or of a resumed recording that disagrees with its
-            run. None before the end of a fit, and while further fits or tests of the reference are
-            missing and nothing differs.
+        verdict: the Verdict of a verification, or of a resumed recording that differs from its run.
+            None before the end of a fit, and while nothing differs but fits or tests of the
+            reference are still missing.
         replica_report: the ReplicaReport of the last audit of the replicas, or None.
         audit_report: the AuditReport of an audit; None before the end of a fit.
-        choices: further entries for the recorded environment (see ``capture_environment``).
+        choices: additional entries for the recorded environment (see ``capture_environment``).
 
     Raises:
-        SelectionError, SettingsError: an argument is not allowed (at construction), or comes too
-            late.
-        ReferenceNotFoundError, ReferenceFormatError, RunExistsError: the reference is missing,
-            damaged, or in the way.
-        RunInUseError, WriteError: another process writes to the folder; nothing can be written, as
-            on a full disk.
-        DivergenceError, NotComparableError: the run is not the reference, or not the run that it
+        SelectionError, SettingsError: an argument is not allowed (at construction), or can no longer
+            take effect.
+        ReferenceNotFoundError, ReferenceFormatError, RunExistsError: the reference is missing or
+            damaged, or the folder already holds a run.
+        RunInUseError, WriteError: another process writes to the folder; the folder cannot be written,
+            for example because the disk is full.
+        DivergenceError, NotComparableError: the run does not match the reference, or the run that it
             resumes.
-        ReplayError, ReplicaError, AuditError: too much is saved; replicas differ; an op differs
-            from itself.
-        CheckpointMismatchError, CheckpointFormatError: a checkpoint is not what was saved.
+        ReplayError, ReplicaError, AuditError: the tensors exceed the budget; replicas differ; an op
+            does not repeat its bits.
+        CheckpointMismatchError, CheckpointFormatError: a checkpoint does not match its digests.
         NotResumableError: a checkpoint cannot be resumed to the same run.
 
     Example:
@@ -91,7 +91,7 @@ class DeterminismCallback(FollowedRun, pl.Callback):
     """
 
     _training: LightningTraining
-    gives_way = False  # lets another callback of the Trainer record
+    gives_way = False  # whether another callback of the Trainer records instead
 
     @override
     def _begin_closed(self) -> None:
@@ -105,7 +105,7 @@ class DeterminismCallback(FollowedRun, pl.Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the arguments and the verdict, without the files of a fit."""
-        # not `log` and `log_dict`, methods of the module that Lightning sets on each callback
+        # without `log` and `log_dict`, which Lightning sets on each callback to methods of the module
         options: dict[str, Any] = {"mode": "disabled", "on_divergence": self.on_divergence}
         fresh = vars(type(self)(None, **options, audit_replicas_every_n_steps=self.audit_replicas_every_n_steps))
         return {name: value if name.startswith("_") else vars(self)[name] for name, value in fresh.items()}
@@ -128,7 +128,7 @@ class DeterminismCallback(FollowedRun, pl.Callback):
         callbacks = [other for other in vars(trainer)["callbacks"] if isinstance(other, DeterminismCallback)]
         if sum(callback.mode != "disabled" and not callback.gives_way for callback in callbacks) > 1:
             raise SelectionError(
-                "This Trainer has two DeterminismCallbacks. Give it one; to record and verify, train twice."
+                "This Trainer has two DeterminismCallbacks. Use only one; to record and verify, train twice."
             )
         super()._prepare()
 
@@ -143,7 +143,7 @@ class DeterminismCallback(FollowedRun, pl.Callback):
             self._begin_training(trainer)
 
         if trainer.strategy.restore_checkpoint_after_setup:
-            # strategies that shard load now, and until then there is no telling whether they resume
+            # sharding strategies load now; only then is it known whether they resume
             connector = checkpoint_connector(trainer)
             self._replaced.around(connector, RESTORE, restore_and_begin)
         else:
@@ -249,7 +249,7 @@ class DeterminismCallback(FollowedRun, pl.Callback):
             self._hooks.mark("after validation")
         session, call, epoch = self._session, self._call, trainer.current_epoch
         if trainer.sanity_checking:
-            self._logged.first_batches = {}  # Lightning discards what is logged there
+            self._logged.first_batches = {}  # Lightning discards values logged there
         elif call is not None and self._is_open:
             self._logged.read(trainer, call, session.num_calls(call), epoch=epoch)
             session.stages.append(call)
@@ -301,7 +301,7 @@ class DeterminismCallback(FollowedRun, pl.Callback):
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         try:
-            self._end()  # of a fit without steps, which skips on_train_end
+            self._end()  # a fit without steps skips on_train_end
         finally:
             self._stage.close()
         left, self._call = self._call, None

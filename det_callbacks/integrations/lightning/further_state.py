@@ -1,4 +1,4 @@
-"""State of a Trainer's callbacks that decides the next step, such as averaged weights."""
+"""State of a Trainer's callbacks that affects the next step, such as averaged weights."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,15 +15,14 @@ from det_callbacks.trace.op.components import holds_data
 from det_callbacks.trace.state.leaves import flatten
 from det_callbacks.trace.state.named_sites import StateWalker
 
-MAX_BYTES = 1 << 20  # of the tensors in the ``state_dict`` of a callback that is asked for it at each step
+MAX_BYTES = 1 << 20  # limit on the tensors in the ``state_dict`` of a callback that is read at each step
 
 
 class StateOfCallbacks:
-    """Lists it as a step begins: then all callbacks have done what follows the step before.
+    """Lists this state when a step begins, after all callbacks have finished the previous step.
 
-    What only decides when a training stops or where checkpoints lie (EarlyStopping,
-    ModelCheckpoint) is left out. Averaged weights are read where they lie; of other callbacks it
-    asks for the ``state_dict``.
+    It omits callbacks that only decide when a training stops or what is saved (EarlyStopping,
+    ModelCheckpoint). It reads averaged weights in place, and the ``state_dict`` of other callbacks.
     """
 
     def __init__(self, trainer: pl.Trainer, own: pl.Callback, print_line: Callable[[str], None]) -> None:
@@ -44,7 +43,7 @@ class StateOfCallbacks:
             yield from _tensors(name, callback)
 
     def _callbacks(self) -> Iterator[tuple[str, pl.Callback]]:
-        """Yield the callbacks of the user that may have such state, each with its class and its number among these."""
+        """Yield the user's callbacks that may have such state, each with a name made of its class and index."""
         left_out = (*either(Checkpoint), *either(EarlyStopping), *either(ProgressBar), type(self._own))
         known = dict[str, int]()
         for callback in vars(self._trainer)["callbacks"]:
@@ -54,18 +53,18 @@ class StateOfCallbacks:
                 yield f"{name} {number}" if number else name, callback
 
     def _averages(self, callback: pl.Callback) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the averages of the weights that a callback holds, by attribute."""
+        """Yield the weight averages that a callback holds, by attribute."""
         module, is_stochastic = self._trainer.lightning_module, isinstance(callback, either(StochasticWeightAveraging))
         stochastic: Any = callback
         if is_stochastic and self._trainer.current_epoch < stochastic.swa_start:
-            return  # until then it holds a copy of the first weights, which it overwrites
+            return  # until then it holds a copy of the first weights, to be overwritten
         for attribute, value in vars(callback).items():
             is_copy = is_stochastic and type(value) is type(module) and value is not module
             if isinstance(value, AveragedModel) or is_copy:
                 yield attribute.lstrip("_"), value
 
     def _small(self) -> Iterator[tuple[str, pl.Callback]]:
-        """Yield the callbacks whose ``state_dict`` is asked for at each step."""
+        """Yield the callbacks whose ``state_dict`` is read at each step."""
         for name, callback in self._callbacks():
             base = [vars(one)["state_dict"] for one in either(pl.Callback)]
             is_other = getattr(type(callback), "state_dict", None) not in base
@@ -76,8 +75,8 @@ class StateOfCallbacks:
                 yield name, callback
             elif not self._trainer.global_rank:
                 self._print_line(
-                    f"det_callbacks: the state of {name} has {num_bytes / (1 << 20):.0f} MiB, so it is not compared at "
-                    "each step; the digests beside a checkpoint cover it"
+                    f"det_callbacks: the state of {name} has {num_bytes / (1 << 20):.0f} MiB, too much to compare at "
+                    "each step; the digests beside checkpoints include it"
                 )
 
 

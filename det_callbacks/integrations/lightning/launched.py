@@ -21,20 +21,18 @@ class LaunchedCallback(DeterminismCallback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self._is_fitting:
             raise SelectionError(
-                "This script trains a model while another one trains, and det-callbacks records one fit after another. "
-                "Give the Trainer that matters a DeterminismCallback, and start the script without det-callbacks."
+                "This script trains one model inside the fit of another, but det-callbacks records fits only one after "
+                "the other. Add a DeterminismCallback to one Trainer, and start the script without det-callbacks."
             )
         ours = [one for one in vars(trainer)["callbacks"] if isinstance(one, DeterminismCallback)]
         if any(one.mode != "disabled" and not one.gives_way for one in ours):
             if self._has_claimed:
                 raise SelectionError(
-                    "One Trainer of this script has a DeterminismCallback of its own, and another one has none: they "
-                    "are no run that det-callbacks can record. Give both one, or none."
+                    "One Trainer of this script has a DeterminismCallback and another has none, so det-callbacks "
+                    "cannot record them as one run. Add the callback to all Trainers, or to none."
                 )
             if trainer.is_global_zero and self.mode != "disabled":
-                print_beside_bar(
-                    trainer, "det_callbacks: the script has a DeterminismCallback of its own, which is used"
-                )
+                print_beside_bar(trainer, "det_callbacks: the script has its own DeterminismCallback, which is used")
             self.mode = "disabled"
         elif trainer.is_global_zero and not self._has_claimed and self.mode != "disabled":
             claim_run()
@@ -47,8 +45,8 @@ class LaunchedCallback(DeterminismCallback):
         tell_command(exception)  # Hydra or the script may catch it
 
 
-@cache  # one run of all Trainers
+@cache  # all Trainers share one run
 def launched_callback(asked: str) -> LaunchedCallback:
-    """Return the callback of this process; from now on errors are printed without a traceback."""
+    """Return the callback of this process; from now on print errors without a traceback."""
     print_errors_plainly()
     return LaunchedCallback(**read_arguments(asked))

@@ -1,4 +1,4 @@
-"""The loaders of a fit: a follower of what they do, and the generators that they hold."""
+"""Follows the loaders of a fit, and finds the generators that they hold."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,19 +13,19 @@ from det_callbacks.internals.twins import either
 from det_callbacks.training import held_generators
 
 _LEFT = (pl.Trainer, Logger, Strategy, Loop)
-"""These lead to everything."""
+"""Types whose attributes reach everything."""
 
 
 def find_generators(roots: Mapping[str, object], *, left: tuple[type, ...] = ()) -> dict[str, Held]:
-    """Return path -> random generator for those that the roots reach, but through Lightning's loops and ``left``."""
+    """Return path -> random generator for all that the roots reach, except via Lightning's loops and ``left``."""
     return held_generators.find_generators(roots, left=(*either(*_LEFT), *left))
 
 
 def follow(loader: Any, follower: Any) -> Callable[[], object]:
-    """Call ``begin_iteration()``, ``begin_draw()`` and ``end_draw(batch)`` of a follower; return what ends that.
+    """Have a loader call ``begin_iteration()``, ``begin_draw()`` and ``end_draw(batch)``; return a function to end it.
 
-    Several may end in any order. As long as it is followed, the loader has a subclass of its own,
-    under the same name.
+    Several followers may end in any order. While it is followed, the loader's class is a subclass with
+    the same name.
     """
     if not hasattr(loader, "det_callbacks_followers"):
         loader.__class__ = _followed(type(loader))
@@ -42,9 +42,9 @@ def follow(loader: Any, follower: Any) -> Callable[[], object]:
 
 
 def _followed(base: Any) -> Any:
-    """Return a subclass of a CombinedLoader's class that calls followers in the order in which they came.
+    """Return a subclass of a CombinedLoader's class that calls followers in the order of their registration.
 
-    A resume, which comes first, restores generators before the others read them.
+    The resume is first, and restores generators before the others read them.
     """
     followers: list[Any] = []
 

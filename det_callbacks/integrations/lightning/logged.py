@@ -1,4 +1,4 @@
-"""Reads what a module logs after Lightning has computed it."""
+"""Reads logged metrics after Lightning has computed them."""
 
 from typing import Any
 
@@ -29,21 +29,20 @@ CALLS = {TrainerFn.VALIDATING: "trainer.validate", TrainerFn.TESTING: "trainer.t
 
 
 class LoggedMetrics:
-    """Hands what the module logs on rank 0 to a session.
+    """Passes the metrics that the module logs on rank 0 to a session.
 
-    Lightning computes the metrics of an epoch after its last hook, so they are read in the next
-    hook.
+    Lightning computes an epoch's metrics after its last hook, so this reads them in the next hook.
     """
 
     step = -1  # the last batch that began
-    is_resuming = False  # no batch has begun since a checkpoint was loaded
-    # evidence of the open epoch; None if it began in another process
+    is_resuming = False  # whether no batch has begun since a checkpoint was loaded
+    # evidence of the open epoch; None if the epoch began in another process
     whole_epoch: dict[str, str] | None = None
     ended_epoch: int | None = None  # the epoch whose last hooks run
     _session: Session | None = None
 
     def __init__(self) -> None:
-        self.first_batches: dict[str, str] = {}  # digests, by loader, of the open validation or test
+        self.first_batches: dict[str, str] = {}  # digest by loader, in the open validation or test
         self._seen: dict[str, Any] = {}
 
     def begin(self, session: Session) -> None:
@@ -71,7 +70,7 @@ class LoggedMetrics:
         if epoch is not None and whole is not None:
             return self.read(trainer, "epoch", self.step, epoch=epoch, **whole)
         if epoch is not None:
-            self._fresh(trainer, "epoch")  # means of half an epoch
+            self._fresh(trainer, "epoch")  # discards means of part of an epoch
             if not self.is_resuming:
                 self._put_resumed(trainer, self.step)
         return False
@@ -99,9 +98,9 @@ class LoggedMetrics:
             self._session.resume_metrics(place, is_first=is_first)
 
     def _fresh(self, trainer: pl.Trainer, where: str) -> dict[str, Any]:
-        """Return the values logged here since the last reading: Lightning makes a new object for each.
+        """Return the values logged since the last reading: Lightning makes a new object for each value.
 
-        Other callbacks add values of their own, such as the next learning rate.
+        Other callbacks also log values, such as the next learning rate.
         """
         found = epoch_results(trainer.fit_loop.epoch_loop) if where == "epoch" else results(trainer)
         logged = {name for one in found.result_metrics for name in name_of_result(found, one, on_step=False)}

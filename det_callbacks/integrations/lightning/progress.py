@@ -1,4 +1,4 @@
-"""Shows in the Trainer's loggers and progress bar how far a run is (read at Lightning 2.6.6)."""
+"""Reports the progress of a run to the Trainer's loggers and progress bar (Lightning 2.6.6)."""
 
 import sys
 from contextlib import nullcontext
@@ -28,10 +28,10 @@ KEY = "determinism"
 
 
 class ProgressReporter:
-    """Tells loggers and the progress bar of rank 0 how far a run is.
+    """Reports the progress of a run to loggers and the progress bar of rank 0.
 
-    Loggers get the metrics directly: values of ``self.log`` would be among the module's results.
-    The generators are restored after a logger has run.
+    It calls loggers directly, since values of ``self.log`` would be among the module's results, and
+    restores the generators after each logger.
     """
 
     _trainer: pl.Trainer | None = None
@@ -47,11 +47,11 @@ class ProgressReporter:
     def after_step(self, progress: Progress) -> None:
         if self._trainer is None:
             return
-        # Lightning logs right after the callbacks, by the number of optimizer steps
+        # Lightning logs right after the callbacks, under the number of optimizer steps
         trainer: Any = self._trainer
         fit_loop, every = trainer.fit_loop, trainer.log_every_n_steps
         self._unlogged, self._step = progress, num_optimizer_steps(fit_loop.epoch_loop)
-        # other bars may not take text
+        # other bars may not support text
         if isinstance(trainer.progress_bar_callback, either(TQDMProgressBar, RichProgressBar)):
             numbers = {"num_steps": progress.num_steps, "num_differing": progress.num_differing}
             _bar_metrics(trainer)[KEY] = progress_word(**numbers, is_recording=self._is_recording)
@@ -83,7 +83,7 @@ class ProgressReporter:
             "replayed_mib": progress.num_bytes / 2**20,
         }
         if progress.chain is not None:
-            # TensorBoard keeps float32, whose whole numbers have 24 bits
+            # TensorBoard stores float32, which has 24 bits for integers
             metrics["chain"] = progress.chain >> 40
         states = RewindPoint()
         for logger in trainer.loggers:
@@ -107,11 +107,11 @@ def _give_verdict(logger: Logger, verdict: Verdict, step: int) -> None:
 def _bar_metrics(trainer: pl.Trainer) -> dict[str, Any]:
     """Return ``trainer.progress_bar_metrics`` without computing any metric."""
     metrics: dict[str, Any] = progress_bar_metrics(logger_connector(trainer))
-    return metrics  # bars take text, too
+    return metrics  # bars also show text
 
 
 def print_beside_bar(trainer: pl.Trainer, text: str) -> None:
-    """Print a closing line so that a progress bar does not break it."""
+    """Print a closing line without a progress bar breaking it."""
     bar: Any = trainer.progress_bar_callback
     rich = bar.progress if isinstance(bar, either(RichProgressBar)) else None
     console = None

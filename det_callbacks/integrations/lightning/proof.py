@@ -1,4 +1,4 @@
-"""Proves that a resumed training is the training that was interrupted."""
+"""Proves that a resumed training repeats the uninterrupted one."""
 
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -34,38 +34,37 @@ def prove_resume(
     level: Level = "op",
     resume: Resume = "exact",
 ) -> Verdict:
-    """Prove that a resumed training has the bits of the uninterrupted one.
+    """Prove that a resumed training has the same bits as the uninterrupted one.
 
-    Three trainings start from the present generator states. The first trains ``steps`` steps and is
+    Three trainings start from the current generator states. The first trains ``steps`` steps and is
     recorded. The second saves a checkpoint after ``stop_at`` steps (at an epoch's end in
-    ``on_train_epoch_end``), and is interrupted once its next batch is drawn. The third resumes from
-    it, and is verified. This costs a little more than two traced trainings. The generators are
-    restored.
+    ``on_train_epoch_end``), and is interrupted after it draws the next batch. The third resumes from the
+    checkpoint, and is verified. This costs slightly more than two traced trainings. The generators are
+    restored at the end.
 
-    With several processes each runs the whole program: ``strategy="ddp"``, a
-    ``ModelParallelStrategy`` or torchrun, not strategies that spawn. All get the verdict on all
-    ranks.
+    With several processes, each must run the program: use ``strategy="ddp"``, a
+    ``ModelParallelStrategy`` or torchrun, not strategies that spawn. Each process gets the verdict for
+    all ranks.
 
     Args:
         make_trainer: returns a new Trainer, which must train for at least ``steps`` steps.
-        make_model: returns a new model, in the same way each time.
-        make_data: returns what ``Trainer.fit`` takes after the model, or a tuple of training and
+        make_model: returns a new model, built the same way each time.
+        make_data: returns the argument of ``Trainer.fit`` after the model, or a tuple of training and
             validation loaders.
         stop_at: training batches before the interruption, at least 1.
-        steps: training batches in all, more than ``stop_at``.
+        steps: total number of training batches, more than ``stop_at``.
         folder: for the runs and the checkpoint; by default ``determinism/resume-NNN`` below the
             working directory.
-        level: of the digests: "op", "module" or "state".
-        resume: as for DeterminismCallback; "plain" shows that the proof can fail.
+        level: level of the digests: "op", "module" or "state".
+        resume: as for DeterminismCallback; use "plain" to see the proof fail.
 
     Returns:
-        The verdict on the resumed training, or on the interrupted one if not even that was
-        repeated.
+        The verdict on the resumed training, or on the interrupted one if that already differs.
 
     Raises:
-        SelectionError: ``stop_at`` or ``steps`` is out of range, the training ends before, or
-            processes are spawned.
-        NotResumableError: the checkpoint cannot be resumed exactly, with the reasons.
+        SelectionError: ``stop_at`` or ``steps`` is out of range, the training ends too early, or the
+            strategy spawns processes.
+        NotResumableError: the checkpoint cannot be resumed exactly; the message has the reasons.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -76,7 +75,9 @@ def prove_resume(
         'match'
     """
     if type(stop_at) is not int or type(steps) is not int or not 0 < stop_at < steps:
-        raise SelectionError(f"stop_at is at least 1 and less than steps; got stop_at={stop_at!r} and steps={steps!r}.")
+        raise SelectionError(
+            f"stop_at must be at least 1 and less than steps; got stop_at={stop_at!r} and steps={steps!r}."
+        )
     place = (free_folder(Path(), kind="resume") if folder is None else Path(folder)).absolute()
     checkpoint = place / "interrupted.ckpt"
     recorded = partial(DeterminismCallback, mode="record", level=level, resume=resume)
@@ -85,7 +86,7 @@ def prove_resume(
         generators = RewindPoint()
         trainer = make_trainer()
         if isinstance(trainer.strategy.launcher, either(MultiProcessingLauncher)):
-            raise SelectionError('Processes that a Trainer spawns give nothing back: use strategy="ddp", or torchrun.')
+            raise SelectionError('Spawned processes return nothing: use strategy="ddp", or torchrun.')
         callbacks: list[pl.Callback] = vars(trainer)["callbacks"]
         callbacks[:] = [callback, *callbacks, end]
         model, data = make_model(), make_data()
@@ -93,18 +94,18 @@ def prove_resume(
         try:
             trainer.fit(model, training, validation, ckpt_path=ckpt_path)
         finally:
-            generators.put_back(restarts_new=True)  # and of devices that it used first
+            generators.put_back(restarts_new=True)  # including those of devices first used in it
 
     end = _End(steps)
     train(recorded(place / "reference"), end)
     if end.num_done < steps:
         raise SelectionError(
-            f"The training ended after {end.num_done} of {count(steps, 'step')}. Give its Trainer more "
-            "(max_epochs, max_steps), or ask for fewer steps."
+            f"The training ended after {end.num_done} of {count(steps, 'step')}. Let its Trainer train longer "
+            "(max_epochs, max_steps), or pass fewer steps."
         )
     with suppress(TrainingInterruptedError):
         train(recorded(place / "interrupted"), _End(stop_at, checkpoint))
-    with closing(RankGroup().open()) as group:  # all ranks have written their files
+    with closing(RankGroup().open()) as group:  # after all ranks have written their files
         group.gather(lambda: None, task="proving a resume")
     before = compare_runs(place / "reference", place / "interrupted", steps="common")
     if before.verdict != "match":
@@ -124,11 +125,11 @@ def prove_resume(
 
 
 class TrainingInterruptedError(Exception):
-    """Interrupts a training between two batches, as a user would."""
+    """Interrupts a training between two batches, as Ctrl-C would."""
 
 
 class _End(pl.Callback):
-    """Ends a training after some batches; with a checkpoint, saves it then and interrupts the training."""
+    """Ends a training after some batches; given a checkpoint's path, saves there and interrupts the training."""
 
     def __init__(self, num_steps: int, checkpoint: Path | None = None) -> None:
         self._num_steps, self._checkpoint = num_steps, checkpoint

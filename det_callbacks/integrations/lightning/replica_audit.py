@@ -19,32 +19,32 @@ from det_callbacks.training.replicas import Replicas
 
 @join_twins
 class ReplicaAuditCallback(Replicas, Callback):
-    """Compare the replicas of a training on several ranks, without a reference.
+    """Compare the replicas of a training on several ranks with each other; needs no reference.
 
-    Compares by digest what several ranks must hold alike: all parameters, buffers and optimizer
-    state under DDP; of DTensors (FSDP2, tensor parallelism) the parts replicated along a dimension
-    of the mesh. Left out, and counted in what it prints: shards of one rank, running statistics of
-    batch norm, buffers under ``broadcast_buffers=False``, and what DDP ignores. An audit takes a
-    pass over that state, and an exchange of a few bytes in a gloo group of its own.
+    It compares digests of replicated state: under DDP all parameters, buffers and optimizer state; for
+    DTensors (FSDP2, tensor parallelism) the parts replicated along a dimension of the mesh. It skips,
+    and counts in its output, shards of one rank, running statistics of batch norm, buffers under
+    ``broadcast_buffers=False``, and tensors that DDP ignores. An audit costs a pass over the state, and
+    exchanges a few bytes in a separate gloo group.
     ``DeterminismCallback(audit_replicas_every_n_steps=...)`` does the same.
 
     Args:
         every_n_steps: compare before the first step, after every n-th, and at the end of the fit.
         on_divergence: "raise" stops at the first difference, "collect" raises at the end, "warn"
             warns.
-        ignore: fnmatch patterns over names of tensors that may differ, with their optimizer state:
-            "codebook.*".
+        ignore: fnmatch patterns for names of tensors that may differ, with their optimizer state, such
+            as "codebook.*".
 
     Attributes:
         replica_report: the ReplicaReport of the last audit, or None.
 
     Raises:
         SelectionError: an argument is not allowed (at construction).
-        SettingsError: there is one process only, or the strategy does not say what must be equal.
-        ReplicaError: replicas differ; ``.report`` says which tensors, on which ranks, and since
-            when.
+        SettingsError: there is only one process, or the strategy does not define which state is
+            replicated.
+        ReplicaError: replicas differ; ``.report`` has the tensors, the ranks, and the first step.
         NothingComparedError: no parameter has a replica, or the fit had nothing to train.
-        RankError: a rank failed, is at another step, or does not come.
+        RankError: a rank failed, is at a different step, or does not respond.
 
     Example:
         >>> trainer = Trainer(strategy="ddp", devices=2, callbacks=[ReplicaAuditCallback()])  # doctest: +SKIP
@@ -62,8 +62,8 @@ class ReplicaAuditCallback(Replicas, Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == TrainerFn.FITTING and trainer.world_size == 1:
             raise SettingsError(
-                "One process has no replicas, so there is nothing to compare, which would look as if they agreed. "
-                "Train with several (devices=2, strategy='ddp'), or leave the audit out."
+                "One process has no replicas, so there is nothing to compare. Train with several processes "
+                "(devices=2, strategy='ddp'), or omit the audit."
             )
         self._num_audits = 0
 
@@ -91,5 +91,5 @@ class ReplicaAuditCallback(Replicas, Callback):
         self.close()
         if stage == TrainerFn.FITTING and not self._num_audits:
             raise NothingComparedError(
-                "Nothing was compared: the fit had nothing to train. Audit one that has steps left, or leave it out."
+                "The fit had no step to train, so no replicas were compared. Audit a fit with steps, or omit the audit."
             )

@@ -1,6 +1,6 @@
-"""Where a Trainer keeps the ten facts of a training (read at Lightning 2.5 and 2.6)."""
+"""Reads the ten facts of a training from a Trainer (Lightning 2.5 and 2.6)."""
 
-# properties stand for attributes: a Trainer has its facts later than it has its callbacks
+# properties implement attributes, because a Trainer sets them after it makes its callbacks
 # mypy: disable-error-code="override"
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -66,7 +66,7 @@ class LightningTraining(Training):
 
     @property
     def loaders(self) -> Mapping[str, Any] | None:
-        """Those of the fit loop, which makes them after ``on_fit_start``."""
+        """The loaders of the fit loop, which makes them after ``on_fit_start``."""
         loader = combined_loader(self.trainer.fit_loop)
         if loader is None:
             return None
@@ -83,12 +83,12 @@ class LightningTraining(Training):
 
     @property
     def folder(self) -> Path:
-        """The log directory, known to rank 0."""
+        """The log directory, which only rank 0 knows."""
         return Path(self.trainer.log_dir or self.trainer.default_root_dir)
 
     @property
     def num_drawn_ahead(self) -> int:
-        """A fetcher draws one ahead if the data has no length."""
+        """One if the data has no length: the fetcher then draws a batch ahead."""
         fetcher = data_fetcher(self.trainer.fit_loop)
         return len(fetcher.batches) if isinstance(fetcher, either(PrefetchFetcher)) else 0
 
@@ -98,7 +98,7 @@ class LightningTraining(Training):
 
     @property
     def hooks(self) -> Mapping[str, str]:
-        """The classes whose hooks run before and after ours, the user's first, without progress bars."""
+        """The classes whose hooks run before and after ours, the user's first; excludes progress bars."""
         callbacks: list[pl.Callback] = vars(self.trainer)["callbacks"]
         place, module = callbacks.index(self._own), self.trainer.lightning_module
         found: dict[str, str] = {}
@@ -110,7 +110,7 @@ class LightningTraining(Training):
                 users = [one for one in others if getattr(type(one), hook, None) not in inherited]
                 names = [type(one).__qualname__ for one in users]
                 if order == AFTER and is_overridden(hook, module, own_class(module, pl.LightningModule)):
-                    # its hooks run after those of all callbacks
+                    # the module's hooks run after those of all callbacks
                     names.insert(0, type(module).__qualname__)
                 if names:
                     found[f"{order} {hook}"] = ", ".join(names)
@@ -125,7 +125,7 @@ class LightningTraining(Training):
         loop = self.trainer.fit_loop
         begin = partial(self._load_and_follow, follower)
         self._replaced.around(loop, LOAD_LOADER_STATES, begin)
-        if combined_loader(loop) is not None:  # a scheduler has asked for the number of steps
+        if combined_loader(loop) is not None:  # made early, because a scheduler needs the number of steps
             begin(lambda: None)
 
     def _load_and_follow(self, follower: LoaderFollower, load: Callable[[], None]) -> None:
@@ -151,8 +151,8 @@ class LightningTraining(Training):
 
     @override
     def leave_out(self, wrap: Wrap) -> None:
-        # Lightning creates sums when a name is first logged and clears them in each epoch's first
-        # batch, so the first step after a resume would have other ops
+        # Lightning creates sums when a name is first logged, and clears them in an epoch's first batch, so
+        # the first step after a resume would have different ops
         results = epoch_results(self.trainer.fit_loop.epoch_loop)
         for name in ("log", "reset"):
             self._replaced.put(results, name, wrap)
@@ -173,22 +173,22 @@ class LightningTraining(Training):
         strategy = self.trainer.strategy
         if self.ddp is None and not isinstance(strategy, either(ModelParallelStrategy)):
             raise SettingsError(
-                f"{type(strategy).__name__} does not say which ranks hold the same parameters, so its replicas cannot "
-                "be compared. Those of DDP and of ModelParallelStrategy (FSDP2, tensor parallelism, meshes) can; "
-                "compare runs with DeterminismCallback for others."
+                f"{type(strategy).__name__} does not define which ranks hold the same parameters, so its replicas "
+                "cannot be compared. Use DDP or ModelParallelStrategy (FSDP2, tensor parallelism, meshes), or compare "
+                "runs with DeterminismCallback."
             )
-        # post-local SGD (Lightning 2.6.6) makes replicas equal only now and then
+        # with post-local SGD (Lightning 2.6.6), replicas are equal only after an averaging
         if isinstance(strategy, either(DDPStrategy)) and model_averager(strategy) is not None:
             raise SettingsError(
-                "The replicas differ by design between two averagings of DDPStrategy(model_averaging_period=...), "
-                "so an audit of them would say nothing. Leave the audit out, or the averaging."
+                "With DDPStrategy(model_averaging_period=...) the replicas differ by design between two averagings, so "
+                "they cannot be audited. Omit the audit or the averaging."
             )
 
 
 def _trainer_choices(trainer: pl.Trainer) -> dict[str, Any]:
     names = ["accumulate_grad_batches", "gradient_clip_val", "world_size", "limit_train_batches", "overfit_batches"]
     names += ["min_epochs", "max_epochs", "min_steps", "max_steps"]
-    # as in Trainer.enable_validation: only a validation may draw from generators
+    # only if there is a validation (as in Trainer.enable_validation), which may draw from generators
     if validation_data(trainer.fit_loop.epoch_loop.val_loop).is_defined():
         names += ["limit_val_batches", "val_check_interval", "check_val_every_n_epoch", "num_sanity_val_steps"]
     algorithm = trainer.gradient_clip_algorithm

@@ -1,7 +1,7 @@
-"""Start-up code of the scripts that det-callbacks starts with settings; Python runs it before the script.
+"""Start-up code for scripts that det-callbacks starts; Python runs it before the script.
 
-Its folder leaves ``sys.path`` again, and a ``sitecustomize`` of the machine or of the user's runs
-as it would have.
+It removes its folder from ``sys.path``, and runs the ``sitecustomize`` that Python would have run
+without it.
 """
 
 import importlib.util
@@ -20,7 +20,7 @@ else:
 
 try:
     from det_callbacks.integrations.launch import begin
-except ModuleNotFoundError:  # another Python than the training's; where it trains all the same, nothing is recorded
+except ModuleNotFoundError:  # not the training's Python; if it does train, nothing is recorded
     pass
 else:
     begin()

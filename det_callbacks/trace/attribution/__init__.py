@@ -1,1 +1,1 @@
-"""Who an op belongs to: its phase, its module, its lines, and the names of tensors."""
+"""Attributes ops to phases, modules and source lines, and names tensors."""

@@ -1,7 +1,7 @@
-"""Which forward op a backward op belongs to, without anomaly mode.
+"""Finds the forward op of a backward op, without anomaly mode.
 
-An autograd node carries a sequence number, and the first op dispatched after it was made usually made
-it. The match is accepted only when the node's name fits the op; otherwise the module is "?".
+An autograd node has a sequence number, and the first op dispatched after its creation usually made it.
+The match counts only if the node's name fits the op; otherwise the module is "?".
 """
 
 import re
@@ -37,44 +37,44 @@ _REENTRANT = "CheckpointFunctionBackward"
 _COMPILED = "CompiledFunctionBackward"  # AOTAutograd's
 _COPY_SLICES = "torch::autograd::CopySlices"
 _FRAMES_BELOW = 2  # from ``BackwardMap.scope`` to the engine: its caller and ``__torch_dispatch__``
-_MAX_BETWEEN = 6  # nodes that an op may make before it runs, its own included
+_MAX_BETWEEN = 6  # nodes that an op may make before it runs, including its main node
 _MAX_FOLLOWED = 1000
 _MAX_NODES = 100_000
-_MAX_STACKS = 10_000  # a training has some hundreds
+_MAX_STACKS = 10_000  # a training has a few hundred
 
 UNKNOWN = OpScope(module=UNKNOWN_MODULE, source=())
 _HOOK = OpScope(module=UNKNOWN_MODULE)
 ENGINE = OpScope(module=UNKNOWN_MODULE, source=("the autograd engine",))
-# Stands for the maker of a node that no op made.
+# The maker of nodes that no op made.
 _UNSEEN = CallNode(None, None, "", OpScope(module=UNKNOWN_MODULE), [], [], [], 0)
 
 
 _Nodes = dict[int, list[CallNode]]
-"""The calls after each node of one thread; hooks may run ops between a node and its own op."""
+"""The calls after each node of one thread; hooks may run ops between a node and its op."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ThreadNodes:
-    """Autograd nodes that another thread made while it ran one module.
+    """Autograd nodes that another thread made in one module.
 
-    Threads count separately and are reused, so these nodes are recognised by the object, not by number.
+    Threads count separately and are reused, so objects identify these nodes, not numbers.
     """
 
     nodes: _Nodes
     first: int  # the lowest sequence number
-    numbers: set[int] = field(default_factory=set)  # of nodes whose objects are known
+    numbers: set[int] = field(default_factory=set)  # of nodes with known objects
 
 
 class BackwardMap:
     def __init__(self, parameter_names: Mapping[int, str], modules: ModuleStack) -> None:
         self._parameter_names = parameter_names  # by the ``id`` of the parameter; the owner keeps it current
-        self.calls: ModuleCalls = modules  # of the thread that is recorded now
+        self.calls: ModuleCalls = modules  # of the thread being recorded
         modules.on_enter = self.note_region
         self._callers: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # checkpointed region -> module
         self._threads: defaultdict[int, _Nodes] = defaultdict(dict)
         self._others: list[ThreadNodes] = []
         self._other_of: dict[Any, ThreadNodes] = {}  # by node
-        # by the ids of the codes, since hashing a code object hashes its constants
+        # by ids, since hashing a code object hashes its constants
         self._stacks: dict[tuple[int, ...], tuple[CodeType, ...]] = {}
 
     def clear(self) -> None:
@@ -89,7 +89,7 @@ class BackwardMap:
         return ThreadNodes(nodes=nodes, first=next_sequence_number())
 
     def end_thread(self, made: ThreadNodes, outputs: Iterable[Any], inputs: Iterable[Any]) -> None:
-        """Collect the nodes of a module: from those of ``outputs`` up to those of ``inputs``."""
+        """Collect the nodes of a module, from those of ``outputs`` up to those of ``inputs``."""
         self._threads.pop(get_ident(), None)
         self._others.append(made)
         end = next_sequence_number()
@@ -105,7 +105,7 @@ class BackwardMap:
                 waiting.extend(parent for parent, _ in node.next_functions)
 
     def register(self, call: CallNode) -> None:
-        """Note that the running op, the first one after a node was made, is the one that made it."""
+        """Note that the running op, the first after the creation of a node, made it."""
         nodes = self._threads[get_ident()]
         number = next_sequence_number() - 1
         calls = nodes.setdefault(number, [call])
@@ -116,10 +116,10 @@ class BackwardMap:
         if first is not call and (hooks is not None or first.op_base == "aten.clone"):
             calls.append(call)
             if call.is_in_place and first.op_base == "aten.clone":
-                nodes.setdefault(number - 1, [call])  # a clone of what it overwrites came after its node
+                nodes.setdefault(number - 1, [call])  # a clone of the overwritten input follows its node
 
     def note(self, func: object, plan: OpPlan, phase: str, scope: OpScope) -> None:
-        """Register the running op, for a mode that makes no program and may stay open: old nodes are forgotten."""
+        """Register the running op for a mode that makes no program and may stay open, and forget old nodes."""
         may_own_node = scope.recomputed if phase == "backward" else self.is_unclaimed()
         if phase == "optimizer" or not (torch.is_grad_enabled() or may_own_node):
             return
@@ -131,7 +131,7 @@ class BackwardMap:
         self.register(call)
 
     def note_unseen(self) -> None:
-        """Mark the last node of this thread, if it has no call, as made by no op."""
+        """Mark the last node of this thread as made by no op, if it has no call."""
         self._threads[get_ident()].setdefault(next_sequence_number() - 1, [_UNSEEN])
 
     def is_unclaimed(self) -> bool:
@@ -139,10 +139,10 @@ class BackwardMap:
         return nodes is None or next_sequence_number() - 1 not in nodes
 
     def scope(self) -> OpScope:
-        """Return where the running op of a backward pass belongs.
+        """Return the scope of the running op of a backward pass.
 
-        That is the module called in this pass, else that of the autograd node, else the caller of the
-        checkpoint that runs again. An op of a hook counts as its node's, with its own source.
+        It is the module called in this pass, else the autograd node's, else the caller of the recomputed
+        checkpoint. An op of a hook has the scope of the node, with the hook's source.
         """
         calls = self.calls
         if calls.backward_pass == graph_task_id():
@@ -161,7 +161,7 @@ class BackwardMap:
         return found if entry is not Entry.HOOK else scope_in(found.module, recomputed=False)
 
     def note_stack(self, call: CallNode) -> None:
-        """Note the code and modules that run at a new call, innermost first, to find the forward of a Function."""
+        """Note the running code and modules at a new call, innermost first, to find the forward of a Function."""
         # frames would keep every tensor on the stack alive
         codes = tuple([frame.f_code for frame in frames_above_engine()])
         if len(self._stacks) > _MAX_STACKS:
@@ -173,7 +173,7 @@ class BackwardMap:
         call.running_modules = tuple(modules)
 
     def note_region(self) -> None:
-        """Note which module called the checkpoint whose region runs."""
+        """Note the module that called the running checkpointed region."""
         hooks = top_hooks(True)
         if hooks is not None and getattr(hooks[0], "__qualname__", None) == CHECKPOINT_PACK_HOOK:
             region = hooks[0].__closure__[0].cell_contents
@@ -186,7 +186,7 @@ class BackwardMap:
         return UNKNOWN_MODULE if region is None else self._callers.get(region, UNKNOWN_MODULE)
 
     def _of_node(self, node: Any, name: str) -> OpScope:
-        """Return the scope of a node by the forward op that made it; all threads that know one must agree."""
+        """Return the scope of the forward op that made a node; all threads that know one must agree."""
         number = sequence_number(node)
         if len(self._threads) == 1 and not self._others:
             (nodes,) = self._threads.values()
@@ -207,7 +207,7 @@ class BackwardMap:
 
 @lru_cache(maxsize=100_000)
 def scope_in(module: str, *, recomputed: bool = False, source: tuple[str, ...] | None = None) -> OpScope:
-    """Return a scope, always as the same object, since scopes are compared by identity."""
+    """Return a scope; equal scopes are the same object, since they are compared by identity."""
     return OpScope(module=module, recomputed=recomputed, source=source)
 
 
@@ -218,10 +218,10 @@ def _of_accumulation(name: str | None) -> OpScope:
 
 
 def _find_in(nodes: _Nodes, number: int, name: str, code: CodeType | None) -> OpScope:
-    """Return the scope of a node by its number, UNKNOWN when no call can be told to have made it.
+    """Return the scope of a node by its number; UNKNOWN if it is unclear which call made it.
 
-    An op may make further nodes before it runs (a clone of what it overwrites, AsStrided of inputs), so
-    it may carry a higher number. CopySlices follows an op that wrote into a view.
+    An op may make more nodes before it runs (a clone of the overwritten input, AsStrided of inputs), so
+    its number may be higher. CopySlices follows an op that wrote into a view.
     """
     if name == _COPY_SLICES:
         call = nodes.get(number - 1, [_UNSEEN])[0]
@@ -237,7 +237,7 @@ def _find_in(nodes: _Nodes, number: int, name: str, code: CodeType | None) -> Op
     if _fits(call.op_base, name):
         found = _scope_in(call)
         if code is None and not num_between:
-            _scopes_of(call)[name] = found  # ``_of_node`` looks here first
+            _scopes_of(call)[name] = found  # ``_of_node`` checks this first
         return found
     return next((_scope_in(later) for later in nodes.get(number, [])[1:] if _fits(later.op_base, name)), UNKNOWN)
 
@@ -249,7 +249,7 @@ def _scopes_of(call: CallNode) -> dict[object, OpScope]:
 
 
 def _scope_in(call: CallNode, code: CodeType | None = None) -> OpScope:
-    key = id(code)  # equal code is not the same Function
+    key = id(code)  # different Functions may have equal code
     scopes = _scopes_of(call)
     known = scopes.get(key)
     if known is None:
@@ -267,7 +267,7 @@ def _callers_of(code: CodeType, call: CallNode) -> set[str]:
 
 @lru_cache(maxsize=4096)
 def _fits(op_base: str, name: str) -> bool:
-    """Return whether an op can have made a node of this name: "aten.nll_loss_forward" makes "NllLossBackward0"."""
+    """Return whether an op can make a node of this name: "aten.nll_loss_forward" makes "NllLossBackward0"."""
     base = re.sub(r"Backwards?\d*(_copy)?$", r"\1", name.rpartition("::")[2]).replace("_", "").lower()
     op = op_base.removeprefix("aten.").replace("_", "").replace(".", "").lower().removesuffix("forward")
     return base == op or base.startswith(f"generatedbackwardfor{op}")

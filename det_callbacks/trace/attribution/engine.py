@@ -1,4 +1,4 @@
-"""Asks torch's autograd engine about a backward pass."""
+"""Queries torch's autograd engine about a backward pass."""
 
 import sys
 from collections.abc import Iterator
@@ -17,13 +17,13 @@ _is_mode = lru_cache(maxsize=1024)(is_mode)
 
 
 class Entry(Enum):
-    ENGINE = "a formula of torch's own, or the engine itself"
+    ENGINE = "one of torch's formulas, or the engine itself"
     FUNCTION = "the backward of a Python autograd Function"
     HOOK = "other Python code: a hook on a tensor or a node, or on saved tensors"
 
 
 def frames_above_engine() -> Iterator[FrameType]:
-    """Yield the running frames, innermost first, up to the call of the innermost running backward pass."""
+    """Yield the running frames, innermost first, up to the call of the innermost backward pass."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not RUN_BACKWARD:
         yield frame
@@ -33,13 +33,13 @@ def frames_above_engine() -> Iterator[FrameType]:
 def engine_entry(depth: int = 0) -> Entry:
     """Return how the autograd engine reached the running op.
 
-    It costs 0.1 microseconds where ``depth`` frames are between the engine and the caller.
+    It costs 0.1 microseconds if ``depth`` frames separate the engine from the caller.
     """
     try:
         frame = sys._getframe(depth + 1).f_back
     except ValueError:
         frame = sys._getframe(1)
-    # a thread of the engine has nothing below the first frame
+    # a thread of the engine has no frame below the first
     if frame is None or frame.f_code is RUN_BACKWARD:
         return Entry.ENGINE
     outermost = None
@@ -51,9 +51,9 @@ def engine_entry(depth: int = 0) -> Entry:
 
 
 def source_of(scope: OpScope) -> tuple[str, ...]:
-    """Return the user's lines behind the running op, or behind the forward op whose gradient it computes.
+    """Return the lines of user code that ran the op, or the forward op whose gradient it computes.
 
-    A backward written in Python has its own lines first.
+    Lines of a backward in Python come first.
     """
     if scope.source is None:
         return capture_source()

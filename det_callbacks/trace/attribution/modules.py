@@ -1,7 +1,7 @@
-"""Which module is running: a stack kept by global forward hooks while a step is traced.
+"""Tracks the running module: global forward hooks maintain a stack while a step is traced.
 
-Per-module hooks would switch off fast paths such as ``nn.TransformerEncoderLayer``'s. The Python stack
-tells what activation checkpointing repeats (torch 2.13).
+Per-module hooks would disable fast paths such as that of ``nn.TransformerEncoderLayer``. The Python
+stack shows what activation checkpointing recomputes (torch 2.13).
 """
 
 import re
@@ -27,22 +27,22 @@ from det_callbacks.trace.op.call_graph import NOWHERE, OpScope
 
 UNKNOWN_MODULE = "?"
 
-# torch warns that global hooks run once more for the wrapper of a compiled module; ours expect that.
+# torch warns that global hooks also run for the wrapper of a compiled module; ours handle that.
 _ABOUT_HOOKS = re.compile(r"Using `torch\.compile\(module\)` when there are global hooks")
 _NO_WARNING = ("ignore", _ABOUT_HOOKS, UserWarning, None, 0)
 
 
 class _Here(local):
-    """Whether this thread is the step's own."""
+    """Whether this thread is the step's main thread."""
 
     is_own = False
 
 
 class ModuleCalls:
     def __init__(self) -> None:
-        # module, scope, the backward pass it was called in (-1 for none), and whether a checkpoint repeats the call
+        # module, scope, backward pass of the call (-1 if none), and whether a checkpoint recomputes it
         self.stack: list[tuple[nn.Module, OpScope, int, bool]] = []
-        # of the innermost call; while a compiled region runs, the scope is that of the region
+        # of the innermost call; in a compiled region, ``current`` is the region's scope
         self.current, self.backward_pass, self.is_recomputed = NOWHERE, -1, False
 
     def enter(self, module: nn.Module, scope: OpScope) -> None:
@@ -67,16 +67,16 @@ class ModuleCalls:
 
 
 class ModuleStack(ModuleCalls):
-    """The modules that run in the step's own thread, named relative to ``root``, or to the class of the outermost.
+    """The modules that run in the step's thread, named relative to ``root``, or to the outermost's class.
 
-    Threads of the autograd engine count as that thread.
+    Threads of the autograd engine count as the step's thread.
     """
 
     def __init__(self, root: nn.Module | None) -> None:
         super().__init__()
         self.on_enter: Callable[[], None] | None = None  # called before a module is entered
-        self.on_output: Callable[[str, Any], None] | None = None  # called when one returns outside a backward pass
-        self.others: Any = None  # the Strands, which follow modules in other threads
+        self.on_output: Callable[[str, Any], None] | None = None  # called when a module returns outside backward
+        self.others: Any = None  # Strands, which follow modules in other threads
         self._root = root
         self._here = _Here()
         self._scopes: dict[int, OpScope] = {}
@@ -93,14 +93,14 @@ class ModuleStack(ModuleCalls):
         self._has_refreshed = False
         if self._root is not None and not self._scopes:
             self._refresh(self._root, "")
-        # register_module_forward_hook takes a new key each time: Dynamo, which guards on keys, would recompile
+        # register_module_forward_hook uses a new key each time, so that Dynamo, which guards keys, would recompile
         key = -1
         while key in global_hooks or key in global_pre_hooks:
             key -= 1
         self._key = key
         global_pre_hooks[key], global_hooks[key] = self._hooks
         always_called[key] = True
-        # filterwarnings would show again every warning that was shown once
+        # filterwarnings would show every warning once more
         self._filters = warnings.filters  # type: ignore[assignment]  # a list, declared as a sequence
         self._filters.insert(0, _NO_WARNING)
 
@@ -118,7 +118,7 @@ class ModuleStack(ModuleCalls):
         self._at_next = function
 
     def forget(self) -> None:
-        """Forget the modules named by their class, which would be kept alive."""
+        """Forget modules named by their class, which would stay alive."""
         if self._root is None and not self.stack:
             self._scopes.clear()
             self._modules.clear()
@@ -134,7 +134,7 @@ class ModuleStack(ModuleCalls):
                 self._modules.append(module)  # so that its id is not reused
 
     def _scope_of(self, module: nn.Module) -> OpScope | None:
-        """Return the scope of a module, None where it is no part of the model: a wrapper, a metric."""
+        """Return the scope of a module; None if it is not in the model, as a wrapper or a metric."""
         if (key := id(module)) not in self._scopes:
             if self._root is None and not self.stack:
                 self._refresh(module, type(module).__name__)
@@ -144,10 +144,10 @@ class ModuleStack(ModuleCalls):
         return self._scopes.get(key)
 
     def _is_for_itself(self) -> bool:
-        """Return whether another thread runs here that is not the autograd engine's."""
+        """Return whether this is another thread, except the autograd engine's."""
         return graph_task_id() == -1 or (self.others is not None and self.others.is_followed())
 
-    @runs_uncompiled  # a compiled hook would do nothing for good; is_compiling tells what is compiled
+    @runs_uncompiled  # a compiled hook would stay disabled; is_compiling tells what is compiled
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling():
             return
@@ -160,7 +160,9 @@ class ModuleStack(ModuleCalls):
         if self._at_next is not None:
             at_next, self._at_next = self._at_next, None
             at_next()
-        self.enter(module, self._scope_of(module) or self.current)  # a stranger's ops count as its caller's
+        self.enter(
+            module, self._scope_of(module) or self.current
+        )  # ops of a module outside the model count as its caller's
 
     @runs_uncompiled
     def _leave(self, module: nn.Module, _args: Any, output: Any) -> None:
@@ -177,13 +179,13 @@ class ModuleStack(ModuleCalls):
             _, scope, backward_pass, _ = self.stack[depth - 1]
             if self.on_output is not None and output is not None and backward_pass == -1 and id(module) in self._scopes:
                 self.on_output(scope.module, output)
-            # an exception, such as checkpointing's early stop, may have skipped the hooks of inner modules
+            # an exception, such as checkpointing's early stop, may skip the hooks of inner modules
             del self.stack[depth - 1 :]
             self.return_to_stack()
 
 
 def repeated_region() -> Any:
-    """Return the frame or context of what a checkpoint repeats in a backward pass here, else None."""
+    """Return the frame or context of the region that a checkpoint recomputes here, else None."""
     for frame in frames_above_engine():
         name = CHECKPOINT_REGIONS.get(frame.f_code.co_name)
         if name is not None and frame.f_code.co_filename == CHECKPOINT_FILE:

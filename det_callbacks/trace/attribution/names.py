@@ -1,4 +1,4 @@
-"""The names of tensors: which parameter, buffer or optimizer state an op reads or writes."""
+"""Names the parameter, buffer or optimizer state that an op reads or writes."""
 
 from collections.abc import Callable, Iterable
 from typing import TypeGuard
@@ -14,11 +14,10 @@ Place = tuple[int, int]
 
 
 class NameTable:
-    """The qualified name of a parameter, buffer or optimizer state, by its place.
+    """Maps places in memory to the qualified names of parameters, buffers and optimizer states.
 
-    Names are those at the step's beginning (of an optimizer's state, when it is first seen), so a
-    resumed run gives the same ones. Storages in the table are pinned by weak references, so that no
-    place is reused.
+    It takes names at the step's beginning (an optimizer's state when it is first seen), so a resumed run
+    gets the same names. Weak references pin the storages, so that no address is reused.
     """
 
     def __init__(self) -> None:
@@ -44,9 +43,9 @@ class NameTable:
         return self.known.get(place_of(tensor))
 
     def offset_in(self, tensor: Tensor) -> int:
-        """Return the first element of a tensor within its named tensor, or within its storage.
+        """Return the offset of a tensor within its named tensor, or within its storage.
 
-        A checkpoint brings back values only, not where a named tensor is in its storage.
+        A checkpoint restores only values, not the position of a named tensor in its storage.
         """
         address = address_of(tensor)
         begins = self._begins.get(storage_address(tensor.untyped_storage()), ())
@@ -54,7 +53,7 @@ class NameTable:
         return int(tensor.storage_offset()) if begin is None else (address - begin) // tensor.itemsize
 
     def of_written(self, tensor: Tensor) -> str | None:
-        """Return the name of an ordinary strided tensor that an op has written; it may be a gradient."""
+        """Return the name of an ordinary strided tensor, perhaps a gradient, that an op has written."""
         if (known := self.of(tensor)) is not None or not (address := address_of(tensor)):
             return known
         for name, parameter in self.list_parameters(tensor.shape):
@@ -74,7 +73,7 @@ class NameTable:
 
 
 def has_place(value: object) -> TypeGuard[Tensor]:
-    """Return whether the elements of a tensor, or of its DTensor shard, are one strided tensor in memory."""
+    """Return whether a tensor, or its DTensor shard, is one strided tensor in memory."""
     if not isinstance(value, Tensor) or not holds_data(value):
         return False
     parts = parts_of(value) if has_parts(value) else (value,)

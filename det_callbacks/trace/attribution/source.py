@@ -1,4 +1,4 @@
-"""The user's lines behind an op: stack frames outside torch, Lightning, Hydra, accelerate and this package."""
+"""Source lines of an op: stack frames outside torch, Lightning, Hydra, accelerate and this package."""
 
 import linecache
 import os
@@ -16,7 +16,7 @@ MAX_LINES = 4
 MAX_FRAMES = 200
 MAX_COLUMNS = 200
 
-# Not resolved, as in frames: an environment may be a symbolic link.
+# Not resolved, like paths in frames: an environment may be a symbolic link.
 _PACKAGE = f"{Path(__file__).parents[2]}{os.sep}"
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")  # after a graph break
@@ -32,8 +32,8 @@ _TRAINER = f"transformers{os.sep}trainer.py"  # its models count as the user's c
 def capture_source(frames: Iterable[FrameType] | None = None) -> tuple[str, ...]:
     """Return up to four lines of user code, innermost first, as "train.py:41 in forward".
 
-    Without user code below the training loop (an optimizer's update), the innermost line of torch is
-    returned. Costs some 5 microseconds plus 0.1 per frame.
+    Without user code below the training loop (an optimizer's update), it returns the innermost line of
+    torch. It costs about 5 microseconds plus 0.1 per frame.
     """
     lines: dict[str, list[str]] = {"user": [], "torch": []}
     for frame in islice(_stack_above(sys._getframe(1)) if frames is None else frames, MAX_FRAMES):
@@ -62,10 +62,10 @@ def _note_line(frame: FrameType) -> tuple[CodeType, str, str]:
 
 
 def read_text(sources: Iterable[tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """Return the text around lines that ``capture_source`` gave: "train.py:41" -> the lines 40, 41 and 42.
+    """Return the text around lines from ``capture_source``: "train.py:41" -> the lines 40, 41 and 42.
 
-    A file is read when it is first asked for, so later changes are not noticed. A line without a file,
-    or of two files shown by the same name, has no text.
+    It reads a file once, and misses later changes. A line has no text if its file is missing, or if
+    two files have the same shown name.
     """
     text = {}
     for place in {line.partition(" in ")[0] for lines in sources for line in lines}:
@@ -83,9 +83,9 @@ def is_of_torch(source: tuple[str, ...]) -> bool:
 
 @lru_cache(maxsize=8192)
 def _describe(path: str, function: str) -> tuple[str, str, str]:
-    """Return file and function as shown, and whose code it is: user, torch, loop (of a Trainer) or other."""
+    """Return file and function as shown, and the kind of code: user, torch, loop (of a Trainer) or other."""
     shown, owner = _owner_of(path)
-    is_file = Path(path).is_absolute() or path in linecache.cache  # where cells of a notebook are
+    is_file = Path(path).is_absolute() or path in linecache.cache  # which has the cells of notebooks
     if owner in ("user", "torch") and _PATHS.setdefault(shown, path if is_file else "") != path:
         _PATHS[shown] = ""
     return shown, RESUMED.sub(r"\1", function), owner
@@ -108,4 +108,4 @@ def _owner_of(path: str) -> tuple[str, str]:
     try:
         return Path(path).resolve().relative_to(Path.cwd()).as_posix(), "user"
     except (ValueError, OSError):
-        return "/".join(Path(path).parts[-2:]), "user"  # no home directory in a run
+        return "/".join(Path(path).parts[-2:]), "user"  # keeps home directories out of runs

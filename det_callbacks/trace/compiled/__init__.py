@@ -1,1 +1,1 @@
-"""Regions that ``torch.compile`` compiled, and CUDA graphs."""
+"""Regions compiled by ``torch.compile``, and CUDA graphs."""

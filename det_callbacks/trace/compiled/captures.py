@@ -1,4 +1,4 @@
-"""CUDA graphs in a step: a capture computes nothing yet, and a replay bypasses every mode."""
+"""CUDA graphs in a step: a capture computes nothing, and a replay bypasses every mode."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from det_callbacks.trace.step import Step
 class GraphCaptures:
     def __init__(self, step: Step, places: Places) -> None:
         self._step, self._places = step, places
-        self.begun: set[int] = set()  # ids of graphs; never replaced by another set
+        self.begun: set[int] = set()  # ids of graphs; always the same set object
 
     def clear(self) -> None:
         self.begun.clear()
@@ -22,21 +22,21 @@ class GraphCaptures:
         self.begun.add(id(graph))
 
     def before_replay(self, _graph: Any) -> None:
-        """Drop what the step knew of memory: a replay may write any.
+        """Forget the writers of all memory, since a replay may write any.
 
-        What is read next is digested anew, as a row of role "graph_output".
+        The next read of a tensor digests it again, as a row of role "graph_output".
         """
         self._step.deferred.before_any_write()
-        if not self._places.is_in_region():  # a compiled region has rows of its own
+        if not self._places.is_in_region():  # a compiled region has its rows
             self._step.counts.skipped["replayed"] += 1
             self._step.run_unseen(GRAPH, *self._places.now())
 
     def is_capturing(self) -> bool:
-        """Return whether what runs here becomes part of a CUDA graph, or may be done beside it."""
+        """Return whether the current work is captured, or may run outside the capture."""
         return bool(self.begun) and torch.cuda.is_current_stream_capturing()
 
     def is_captured(self) -> bool:
-        """Return whether a CUDA graph is being captured, so that there is nothing to record. Counts it."""
+        """Return whether a CUDA graph is being captured, so that there is nothing to record, and count it."""
         if not self.is_capturing():
             return False
         self._step.counts.skipped["captured"] += 1

@@ -1,4 +1,4 @@
-"""What is known of a graph that Dynamo traced, before a compiler gets it."""
+"""Describes a graph that Dynamo traced, before a compiler gets it."""
 
 import re
 from collections.abc import Sequence
@@ -21,18 +21,18 @@ _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TracedGraph:
-    region: str  # name in the coverage, of the function that was traced ("compiled.Net_forward")
+    region: str  # name in the coverage, from the traced function ("compiled.Net_forward")
     backend: str
-    inputs: tuple[str, ...]  # names in the code, or in the traced module for its ``members``
+    inputs: tuple[str, ...]  # names in the code, or, for its ``members``, in the traced module
     members: frozenset[str]
-    held: tuple[tuple[str, Tensor], ...] = field(repr=False)  # tensors in the graph, as of a compiled optimizer
+    held: tuple[tuple[str, Tensor], ...] = field(repr=False)  # tensors in the graph, as in compiled optimizers
     num_ops: int
-    is_graphed: bool  # it runs as a CUDA graph, so that its runs show different parts of the inside
-    fingerprint: int  # digest of its code, the dtypes and shapes of its inputs, and the compiler's name
+    is_graphed: bool  # whether it runs as a CUDA graph, so that its runs show different inner ops
+    fingerprint: int  # digest of its code, its inputs' dtypes and shapes, and the compiler's name
 
 
 def describe_graph(graph: fx.GraphModule, output: Any, example_inputs: Sequence[Any]) -> TracedGraph:
-    """Return what is kept of a graph; costs some 20 microseconds a node, once per compilation."""
+    """Return the description of a graph; costs about 20 microseconds a node, once per compilation."""
     compiler = output.compiler_fn
     backend = str(getattr(compiler, "compiler_name", None) or getattr(compiler, "__name__", None))
     nodes = list(graph.graph.nodes)
@@ -40,7 +40,7 @@ def describe_graph(graph: fx.GraphModule, output: Any, example_inputs: Sequence[
     code = [module.graph.python_code("self").src for module in graph.modules() if isinstance(module, fx.GraphModule)]
     given = [node.meta.get("example_value") for node in placeholders]
     shapes = [f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else "" for value in given]
-    symbols: dict[str, str] = {}  # sizes, numbered as they come
+    symbols: dict[str, str] = {}  # sizes, numbered in order of appearance
     text = _ADDRESS.sub("", "\n".join([backend, *shapes, *code]))
     text = _SYMBOL.sub(lambda found: symbols.setdefault(found[0], f"size{len(symbols)}"), text)
     attributes = dict.fromkeys(str(node.target) for node in nodes if node.op == "get_attr")
@@ -69,7 +69,7 @@ def _input_of(node: fx.Node) -> tuple[str, bool]:
 
 
 def _name_of(frame: Any) -> str:
-    """Return the name of a traced frame: its function, or for torch's own code the module that it calls."""
+    """Return the name of a traced frame: its function or, for torch's code, the module that it calls."""
     qualified: str = frame.f_code.co_qualname.rpartition("<locals>.")[2]
     if frame.f_code.co_filename.startswith(_TORCH):
         owner = frame.f_locals.get("self", frame.f_locals.get("fn"))

@@ -1,7 +1,7 @@
-"""Regions that torch.compile compiled: the graph, its inputs and outputs, and the ops that are seen inside.
+"""Regions compiled by torch.compile: records the graph, its inputs and outputs, and the ops seen inside.
 
-Inductor reuses buffers, so an inner op follows from all inputs and is never the origin: the region is.
-The backward pass also follows from the inner ops, which may have been saved.
+Inductor reuses buffers, so an inner op follows from all inputs, and the region is the origin, never the
+op. The backward pass also follows from the inner ops, whose outputs it may have saved.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -48,7 +48,7 @@ _EARLIER = f"{REGION}graph_compiled_earlier"
 
 @dataclass(slots=True, eq=False)
 class Region:
-    """The rows of one call of a compiled graph: ``enter`` before it, ``leave`` after it."""
+    """The rows of one call of a compiled graph: call ``enter`` before it and ``leave`` after it."""
 
     step: Step
     places: Places
@@ -56,13 +56,13 @@ class Region:
     graph: TracedGraph
     phase: str
     scope: OpScope
-    reads: list[int] = field(default_factory=list)  # what its outputs follow from
+    reads: list[int] = field(default_factory=list)  # the sites that its outputs follow from
     reads_of_inner: list[int] = field(default_factory=list)
     inner: list[int] = field(default_factory=list)  # positions of inner ops
     source: tuple[str, ...] = ()
 
     def enter(self, inputs: Iterable[tuple[str, Any]]) -> list[tuple[str, Tensor, int]]:
-        """Record the inputs; return name, tensor and position of those that have rows (at level op, no parameters)."""
+        """Record the inputs; return name, tensor and position of those with rows: parameters only if written."""
         step = self.step
         is_op_level = self.places.selection.level == "op"
         may_write_parameters = is_op_level and (self.phase == "optimizer" or not torch.is_grad_enabled())
@@ -106,14 +106,14 @@ class Region:
         self.step.deferred.flush()  # the region's kernels reuse this memory unseen
 
     def leave(self, outputs: Iterable[tuple[str | None, Any]], given: Iterable[tuple[str, Tensor, int]] = ()) -> None:
-        """Record the outputs, and those of the ``given`` inputs that have, or may have, other bits now.
+        """Record the outputs, and the ``given`` inputs whose bits changed or may have changed.
 
-        Autograd does not count writes to buffers, nor any where no gradients are computed.
+        Autograd counts no writes to buffers, and none without gradients.
         """
         step = self.step
         values = [(name, value) for name, value in outputs if isinstance(value, Tensor) and holds_data(value)]
         if self.graph.is_graphed:
-            # inductor reuses this memory only when nothing holds it
+            # inductor reuses this memory only when nothing references it
             for _, value in values:
                 for part in parts_with_memory(value):
                     step.deferred.unhold(part.untyped_storage())
@@ -182,11 +182,11 @@ class CompiledRegions:
         self.before_capture, self.before_replay = captures.before_capture, captures.before_replay
         self._output_hooks, self._strands = output_hooks, strands
         self._inside = places.inside
-        self._stances: list[Any] = []  # one for each ``open``; None where compiled code runs
-        self._token: object = None  # of the step
+        self._stances: list[Any] = []  # one for each ``open``; None if compiled code runs
+        self._token: object = None  # identifies the step
 
     def open(self) -> None:
-        """Record regions from here on, or have torch run no compiled code; may be nested."""
+        """Record regions from here on, or have torch run eager code; may be nested."""
         is_eager = self._places.selection.compiled == "eager"
         self._stances.append(torch.compiler.set_stance("force_eager") if is_eager else None)
 
@@ -198,7 +198,7 @@ class CompiledRegions:
         self._token = object()
 
     def end(self) -> None:
-        """End a step: backward passes of graphs that outlive it are not recorded."""
+        """End a step; backward passes of graphs that outlive it are not recorded."""
         self._token = None
         self._inside.clear()
 
@@ -236,7 +236,7 @@ class CompiledRegions:
         return outputs
 
     def run_earlier(self, call: Callable[[], Any]) -> Any:
-        """Run a graph that inductor compiled before a recorder followed; it may write anything."""
+        """Run a graph that was compiled before a recorder followed, and that may write anything."""
         if not self._is_recorded():
             return call()
         self._step.deferred.before_any_write()
@@ -284,7 +284,7 @@ class CompiledRegions:
             yield
 
     def _start(self, region: Region) -> None:
-        self._step.deferred.flush()  # its kernels reuse memory, also of its inputs
+        self._step.deferred.flush()  # its kernels reuse memory, even of inputs
         self._step.counts.opaque.add(region.graph.region)
         self._inside[get_ident()] = None if region.graph.is_graphed else region
 
@@ -302,9 +302,9 @@ class CompiledRegions:
         return name or known
 
     def _in_own_module(self, graph: TracedGraph, args: Sequence[Any], scope: OpScope) -> OpScope:
-        """Return the scope in the module that was traced, recognised by the name of one of its parameters.
+        """Return the scope of the traced module, found by the name of one of its parameters.
 
-        The module stack does not show a call that ``nn.Module.compile`` compiled with its hooks.
+        The module stack misses calls that ``nn.Module.compile`` compiled with their hooks.
         """
         for known, value in zip(graph.inputs, args, strict=False):
             name = self._places.parameter_names.get(id(value), "")
@@ -320,7 +320,7 @@ class CompiledRegions:
         return any(places.selects(phase, OpScope(module=name)) for name in (scope.module, *inside))
 
     def _unselected(self, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run a region outside the selection: what it writes is unknown from here on."""
+        """Run a region outside the selection, whose writes are unknown."""
         self._step.deferred.flush()
         versions = [_version_of(value) for value in args]
         outputs = self._without_rows(call, *args)
@@ -334,28 +334,28 @@ class CompiledRegions:
     def _follow_backward(
         self, forward: Region, node: Any, outer: dict[int, str], inputs: Sequence[tuple[str, Any]]
     ) -> None:
-        """Record the backward pass when its ``node`` runs in this step; ``outer`` names gradients by output number."""
+        """Record the backward pass when its ``node`` runs in this step; ``outer`` names gradients by output."""
         token, step, places = self._token, self._step, self._places
         scope = OpScope(module=forward.scope.module, source=forward.source)
         is_op_level = places.selection.level == "op"  # below it, parameters have no rows
         names = [f"grad of {name}" if is_op_level or not isinstance(one, nn.Parameter) else "" for name, one in inputs]
         running: list[Region] = []
 
-        @breaks_graph("det_callbacks: what goes into a compiled region is recorded when it runs")
+        @breaks_graph("det_callbacks: records the inputs of a compiled region when it runs")
         def before(gradients: Sequence[Any]) -> None:
             if token is not self._token or self._captures.is_capturing():
                 return
             with step.lock:
-                # the forward pass may have saved anything that was seen in it
+                # the forward pass may have saved any output seen in it
                 reads = [*forward.reads, *forward.inner]
                 region = Region(step, places, self._reads, forward.graph, "backward", scope, reads)
-                # a gradient may also belong to an input that the region wrote, or to the base of a view
+                # a gradient may belong to an input that the region wrote, or to the base of a view
                 given = enumerate(gradients)
                 region.enter((outer.get(index, f"grad of result {index}"), value) for index, value in given)
                 running.append(region)
                 self._start(region)
 
-        @breaks_graph("det_callbacks: what comes out of a compiled region is recorded when it has run")
+        @breaks_graph("det_callbacks: records the outputs of a compiled region after it has run")
         def after(gradients: Sequence[Any], _of_outputs: Sequence[Any]) -> None:
             if not running or token is not self._token:
                 return

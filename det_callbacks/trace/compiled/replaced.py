@@ -1,6 +1,6 @@
-"""What is replaced in torch at run time, and why: docs/explanation/replaced.md. Looked at in torch 2.11 to 2.15.
+"""Replaces methods of torch at run time (torch 2.11 to 2.15); docs/explanation/replaced.md has the reasons.
 
-A graph compiled meanwhile is called through a function of ours as long as it exists: 0.1 microseconds
+Our wrapper around a graph compiled meanwhile stays as long as the graph; it costs 0.1 microseconds
 outside a step.
 """
 
@@ -30,13 +30,13 @@ class ReplacedInTorch(ReplacedMethods):
         self._followers: set[int] = set()
 
     def follow(self, follower: object) -> None:
-        """Name what is compiled from now on, until ``unfollow``; imports Dynamo, which every optimizer does."""
+        """Name graphs compiled from now on, until ``unfollow``; imports Dynamo, as every optimizer does."""
         # before replacing anything, so that ``unfollow`` restores it after Ctrl-C
         self._followers.add(id(follower))
         self._replace(dynamo.output_graph(), dynamo.COMPILES_GRAPH, self._compile)
         self._replace(CudaGraph, "capture_begin", partial(self._tell, "before_capture"))
         self._replace(CudaGraph, "replay", partial(self._tell, "before_replay"))
-        # runs what was compiled before; where inductor was never imported, there is nothing
+        # runs graphs compiled before; there are none if inductor was never imported
         inductor_graph = dynamo.inductor_graph()
         if inductor_graph is not None:
             self._replace(inductor_graph, "__call__", self._run_earlier)
@@ -58,13 +58,13 @@ class ReplacedInTorch(ReplacedMethods):
     def _compile(self, compile_graph: Callable[..., Any], output: Any, graph: Any, example_inputs: Any) -> Any:
         described = describe_graph(graph, output, example_inputs)  # first, since the compiler writes into the graph
         compiled = compile_graph(output, graph, example_inputs)
-        # with an "eager" backend, as of torch's own cond, each op is seen
+        # an "eager" backend, as that of torch's cond, shows each op
         return compiled if "eager" in described.backend.split("_") else self._followed(described, compiled)
 
     def _followed(self, graph: TracedGraph, compiled: Callable[..., Any]) -> Callable[..., Any]:
         lazy = getattr(compiled, "__self__", None)
         if isinstance(lazy, dynamo.LazyGraph) and getattr(compiled, "__name__", "") == dynamo.LAZY_FORWARD:
-            # as Dynamo does; otherwise each call would be a module call
+            # as Dynamo does; otherwise each call is a module call
             dynamo.write_lazy_graph(lazy)
             compiled = lazy.forward
 
@@ -88,10 +88,10 @@ class ReplacedInTorch(ReplacedMethods):
 
 
 def forget_compiled() -> None:
-    """Have Dynamo compile again what it compiled before, so that ``REPLACED.follow`` sees the graph.
+    """Have Dynamo recompile its graphs, so that ``REPLACED.follow`` sees them.
 
-    Inductor's file caches and the sizes that Dynamo has seen vary stay: it would trace other graphs
-    without them. Under another stance than the default, code may not be compiled again, and stays.
+    Inductor's file caches and the sizes that Dynamo saw vary stay, since they affect the graphs. Compiled
+    code also stays if the stance, unlike the default, forbids compilation.
     """
     if dynamo.stance().stance != "default":
         return

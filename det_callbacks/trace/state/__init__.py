@@ -1,1 +1,1 @@
-"""State, batches, generators and optimizers: what is recorded by its name."""
+"""Records state, batches, generators and optimizers by name."""

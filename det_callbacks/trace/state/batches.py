@@ -1,4 +1,4 @@
-"""The batch that a step trains on, and its samples whatever their order."""
+"""Records the batch of a step, and its samples independent of their order."""
 
 import struct
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from det_callbacks.trace.state.leaves import is_constant, leaves
 from det_callbacks.trace.state.named_sites import NamedSites
 from det_callbacks.trace.step import Step
 
-MAX_SAMPLES = 1024  # of larger batches, samples are not digested one by one
+MAX_SAMPLES = 1024  # samples of larger batches are not digested individually
 MAX_SKETCHED = 8
 
 _WORDS = (1, 2, 4, 8)
@@ -28,10 +28,10 @@ _WORDS = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The samples of a batch tensor (dimension 0) without their order.
+    """The samples of a batch tensor (dimension 0), independent of their order.
 
-    The sketch, the 8 smallest digests of samples, finds a batch of the same data in another order
-    (bottom-k, Cohen and Kaplan 2007). Samples of 8 bytes or less, which repeat, have none.
+    The sketch, the 8 smallest digests of samples, identifies batches of the same data in a different order
+    (bottom-k, Cohen and Kaplan 2007). Samples of 8 bytes or less have none, since they repeat.
     """
 
     digest: int
@@ -40,10 +40,9 @@ class Samples:
 
 
 def record_batch(step: Step, named: NamedSites, batch: Any) -> list[Samples]:
-    """Record the tensors of a batch (phase data), each followed by the order-free digest of its samples.
+    """Record the tensors of a batch (phase data), each followed by the order-independent digest of its samples.
 
-    What cannot be looked into is recorded by its type. Samples on a device are known when the step is
-    settled.
+    Opaque objects are recorded by their type. Samples on a device are known when the step is settled.
     """
     found: list[Samples] = []
     unread: dict[str, str] = {}
@@ -88,8 +87,8 @@ def _digest_samples(deferred: DeferredSites, tensor: Tensor, found: list[Samples
 def samples_of(tensor: Tensor) -> Samples:
     """Return the samples of a strided tensor.
 
-    The digest is that of the samples' sorted digests, or of the sorted samples where they have 1, 2, 4
-    or 8 bytes.
+    The digest covers the sorted digests of the samples, or the sorted samples if they have 1, 2, 4 or 8
+    bytes.
     """
     if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         with without_dispatch(), torch.no_grad():

@@ -1,4 +1,4 @@
-"""Random generators in a step: an op that draws reads its generator's state, and the ledger knows all of them."""
+"""Random generators in a step: an op that draws reads its generator's state; the ledger records all generators."""
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -25,16 +25,16 @@ from det_callbacks.internals.torch import generator_address
 from det_callbacks.runs.evidence import SEED, START, Row
 from det_callbacks.runs.program import IDLE
 
-PASSED = "generator on "  # begins the names of generators that are passed to an op
+PASSED = "generator on "  # prefix of the names of generators passed to an op
 
 
 class GeneratorReader:
-    """Reads generators as 64 bits: 0 as long as nothing has drawn from one since the fit began, else their state.
+    """Reads generators as 64 bits: 0 if nothing has drawn from one since the fit began, else a digest of its state.
 
-    Where an idle generator is decides nothing, so two runs need not agree on it. It is compared with its last state,
-    and digested only where it has moved: one that comes back to where it began has been drawn from all the same.
+    The state of an idle generator has no effect, so two runs may differ in it. The reader digests a state only if it
+    changed since the last read; a generator that returns to its first state still counts as drawn from.
 
-    A generator that was not there, or not among the idle ones, when reading began counts as drawn from.
+    So does a generator that did not exist, or was not idle, when reading began.
     """
 
     def __init__(self) -> None:
@@ -42,14 +42,14 @@ class GeneratorReader:
         self.has_begun = False
 
     def begin(self, idle: Collection[str] | None = None) -> dict[str, int]:
-        """Take these generators of the process, or all, as idle from now on; return the digests of their states."""
+        """Treat these generators, or all, as idle from now on; return the digests of their states."""
         self.has_begun = True
         states = {name: state_bytes(held) for name, held in process_generators() if idle is None or name in idle}
         self._last.update((name, (state, IDLE)) for name, state in states.items())
         return {name: digest_bytes(state) for name, state in states.items()}
 
     def read(self, name: str, generator: Any) -> int:
-        """Return the bits of a generator that can be read now."""
+        """Return the bits of a readable generator."""
         state = state_bytes(generator)
         last = self._last.get(name)
         if last is not None and last[0] == state:
@@ -59,14 +59,14 @@ class GeneratorReader:
         return bits
 
     def idle(self) -> tuple[str, ...] | None:
-        """Return the generators of the process that nothing has drawn from so far; None before reading began."""
+        """Return the generators of the process that nothing has drawn from; None before reading begins."""
         if not self.has_begun:
             return None
         return tuple(name for name, generator in process_generators() if self.read(name, generator) == IDLE)
 
 
 def process_generators(homes: Homes | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield (name, generator) of the process that can be read now; while a graph is captured, not those of devices."""
+    """Yield (name, generator) for readable generators of the process; during a capture, without those of devices."""
     yield from PROCESS.items()
     for name, generator in used_generators(homes):
         if is_readable(generator):
@@ -74,9 +74,9 @@ def process_generators(homes: Homes | None = None) -> Iterator[tuple[str, Any]]:
 
 
 class GeneratorTrail:
-    """Per generator, the last sites of the step that read or advanced it.
+    """Keeps the last sites of the step that read or advanced each generator.
 
-    Generators that are passed to an op share a name; their addresses tell them apart.
+    Generators passed to an op share a name; addresses distinguish them.
     """
 
     def __init__(self) -> None:
@@ -84,15 +84,15 @@ class GeneratorTrail:
         self.clear()
 
     def clear(self) -> None:
-        """Start a step; ask on the main thread."""
-        # the same for the whole step: ops of a backward pass run on threads whose current device is another
+        """Start a step; call it on the main thread."""
+        # fixed for the step: threads of a backward pass may have different current devices
         self.homes: Homes = home_devices()
         self._last: dict[object, tuple[int, ...]] = {}
         self._held: list[Generator] = []
         self._drawing: object = None
 
     def read(self, name: str, position: int, generator: Generator | None = None) -> tuple[int, ...]:
-        """Note that the state was digested at a position; return the sites it follows from."""
+        """Note the position where the state was digested; return the sites that it follows from."""
         key: object = name
         if generator is not None:
             key = generator_address(generator)
@@ -104,12 +104,12 @@ class GeneratorTrail:
         return edges
 
     def note_draw(self, position: int) -> None:
-        """Note that the op at a position advanced the generator read last."""
+        """Note that the op at a position advanced the last read generator."""
         self._last[self._drawing] = (*self._last[self._drawing], position)
 
 
 def generator_of(args: tuple[Any, ...], kwargs: dict[str, Any], homes: Homes) -> tuple[str, Generator]:
-    """Return the generator that an op draws from: the one passed, else its device's default."""
+    """Return the generator that an op draws from: the one passed, or the default of its device."""
     device = kwargs.get("device")
     for value in (*args, *kwargs.values()):
         if isinstance(value, Generator):
@@ -126,16 +126,16 @@ def generator_of(args: tuple[Any, ...], kwargs: dict[str, Any], homes: Homes) ->
 
 
 class Ledger:
-    """Collects what state every generator was in at each point of a step, as evidence; some 5 microseconds a point."""
+    """Collects the states of all generators at each point of a step, as evidence; about 5 microseconds a point."""
 
     def __init__(self, reader: GeneratorReader) -> None:
-        self.held: Mapping[str, Any] = {}  # further generators by name: torch's, NumPy's or Python's
+        self.held: Mapping[str, Any] = {}  # more generators of torch, NumPy or Python, by name
         self._reader = reader
         self._rows: list[tuple[str, str, Bits, str]] = []
         self._deferred = DeferredDigests()
 
     def mark(self, point: str, *, with_seeds: bool = False) -> None:
-        """Note the states of all generators; while a graph is captured, not those of devices."""
+        """Note the states of all generators; during a capture, without those of devices."""
         held = ((name, one) for name, one in self.held.items() if is_readable(one))
         for name, generator in (*process_generators(), *held):
             self.note(point, name, self._reader.read(name, generator))
@@ -143,27 +143,27 @@ class Ledger:
                 self.note(point, SEED + name, generator.initial_seed() & 0xFFFF_FFFF_FFFF_FFFF)
 
     def begin(self, point: str, idle: Collection[str] | None = None) -> None:
-        """Take these generators, or all, as idle from now on, and up to now; note where each of them begins."""
+        """Treat these generators, or all, as idle until and from now; note the first state of each."""
         for name, digest in self._reader.begin(idle).items():
             self.note(point, START + name, digest, format_digest(digest))
             self._rows = [(*row[:2], IDLE, row[3]) if row[1] == name else row for row in self._rows]
 
     def note(self, point: str, name: str, value: int = 0, text: str = "") -> None:
-        """Note something else at a point."""
+        """Note another value at a point."""
         self._rows.append((point, name, value, text))
 
     def note_tensor(self, point: str, name: str, tensor: Tensor) -> None:
-        """Note the digest of a tensor, read now in the order of its device's work."""
+        """Note the digest of a tensor, read now in stream order."""
         bits = tensor_bits(tensor, self._deferred)
-        self._deferred.flush()  # nobody tells of writes to it
+        self._deferred.flush()  # later writes to the tensor are unseen
         self._rows.append((point, name, bits, ""))
 
     def fetch(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a tensor on the host, to be read after the next ``take``."""
+        """Return a copy of a tensor on the host, which is valid after the next ``take``."""
         return self._deferred.fetch(tensor)
 
     def take(self, step: int) -> list[Row]:
-        """Return what was collected since the last time, as rows of a step; waits for devices that were read."""
+        """Return the rows collected since the last call; waits for devices that were read."""
         known = self._deferred.finish()
         rows, self._rows = self._rows, []
         return [Row(step, point, name, value_of(bits, known), text) for point, name, bits, text in rows]

@@ -1,4 +1,4 @@
-"""What a nested structure holds, by paths: ``batch['image'][0]``, ``batch.edge_index``."""
+"""Lists the leaves of a nested structure by path: ``batch['image'][0]``, ``batch.edge_index``."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,7 +14,7 @@ _VALUES = (Tensor, float, int)
 _CONSTANTS = (type(None), str, bytes, type, Enum, torch.dtype, torch.device)
 _LEAVES = (*_VALUES, *_CONSTANTS)
 _HEAP_TYPE = 1 << 9
-"""Flag of classes made in Python (Py_TPFLAGS_HEAPTYPE): their instances hold attributes only."""
+"""Flag of classes defined in Python (Py_TPFLAGS_HEAPTYPE), whose instances hold only attributes."""
 
 
 def flatten(tree: Any, name: str, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor | int | float | bool]]:
@@ -23,11 +23,11 @@ def flatten(tree: Any, name: str, *, is_whole: bool = False) -> Iterator[tuple[s
 
 
 def leaves(tree: Any, name: str, *, is_whole: bool = False) -> Iterator[tuple[str, Any]]:
-    """Yield everything in a nested structure that is no structure itself, with its path.
+    """Yield the leaves of a nested structure with their paths.
 
-    Mappings, lists, tuples and attributes of other objects are entered (private ones only where it
-    ``is_whole``), 20 levels deep, an object once, without running code of its class. What a class with
-    ``__getattr__`` keeps in one private mapping counts as attributes, as in torch_geometric.
+    It enters mappings, lists, tuples and attributes of other objects (private ones only if ``is_whole``),
+    20 levels deep, each object once, without running code of its class. The entries of a private mapping
+    in a class with ``__getattr__`` count as attributes, as in torch_geometric.
     """
     return _leaves(tree, name, {}, is_whole=is_whole, depth=0)
 
@@ -43,12 +43,12 @@ def entries(tree: Any, path: str) -> list[tuple[str, Any]] | None:
 
 
 def is_constant(leaf: Any) -> bool:
-    """Return whether a leaf is not compared: None, text or a name of something else."""
+    """Return whether a leaf is not compared: None, text or a name of another object."""
     return isinstance(leaf, _CONSTANTS)
 
 
 def _leaves(tree: Any, name: str, entered: dict[int, Any], *, is_whole: bool, depth: int) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves; ``entered`` keeps the objects so far and the sequences around, so that no id is reused."""
+    """Yield the leaves; ``entered`` keeps visited objects and enclosing sequences alive, so that no id is reused."""
     if id(tree) in entered:
         return
     is_leaf = isinstance(tree, _LEAVES) or depth == MAX_DEPTH
@@ -87,11 +87,11 @@ def _children(tree: Any, name: str, *, is_whole: bool) -> Iterable[tuple[str, An
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:
-    """Return the instance's attributes; None where its class, written in C, keeps more than those."""
+    """Return the instance's attributes; None if its class, written in C, has more state."""
     bases = type(value).__mro__[:-1]
     has_attributes = any({"__dict__", "__slots__"} & vars(base).keys() for base in bases)
     if not has_attributes or not all(base.__flags__ & _HEAP_TYPE for base in bases):
         return None
-    state = object.__getstate__(value)  # what pickle saves by default
+    state = object.__getstate__(value)  # pickle's default
     attributes, slots = state if isinstance(state, tuple) else (state, {})
     return {**(attributes or {}), **slots}

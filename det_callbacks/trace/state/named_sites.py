@@ -1,4 +1,4 @@
-"""Sites of named tensors that no op makes: state, batch, loss, gradients, outputs of modules."""
+"""Sites of named tensors: state, batch, loss, gradients, outputs of modules."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -38,7 +38,7 @@ class NamedSites:
         self._step, self._places, self._generators = step, places, generators
         self._collectives, self._captures = collectives, captures
         self._parameters: frozenset[str] = frozenset()
-        self._rows: dict[tuple[str, str | None, Role, str], SiteRow] = {}  # as long as these are the parameters
+        self._rows: dict[tuple[str, str | None, Role, str], SiteRow] = {}  # valid for the current parameters
 
     def generators(self, *, is_end: bool = False) -> None:
         step, trail = self._step, self._generators
@@ -61,17 +61,17 @@ class NamedSites:
         owner: str | None = None,
         is_source: bool = False,
     ) -> dict[Place, str]:
-        """Record named tensors and numbers as sites, in row-major order; return where ordinary strided tensors lie.
+        """Record named tensors and numbers as sites, in row-major order; return spans of ordinary strided tensors.
 
-        ``label`` tells groups at the same place apart. Their module is ``owner``, or follows from each
-        name. Where it ``is_source``, later ops that read these tensors read these sites.
+        ``label`` distinguishes groups at the same place. Their module is ``owner``, or follows from each
+        name. If ``is_source``, later ops that read the tensors read these sites.
         """
         if self._captures.is_captured():
             return {}
         names: list[str] = []
         reads: list[int | None] = []
         indices: list[int] = []
-        spans: list[tuple[int, int]] = []  # memory of the host
+        spans: list[tuple[int, int]] = []  # in host memory
         others: list[tuple[int, Any]] = []
         sources: list[Any] = []
         found: dict[Place, str] = {}
@@ -177,7 +177,7 @@ class NamedSites:
 
 
 def _by_row(reads: Iterable[int | None]) -> list[list[int]]:
-    """Return what each row reads, ascending, of a list with None after the positions of each."""
+    """Return the sorted reads of each row, from a list with None after each row's positions."""
     found: list[list[int]] = []
     positions: set[int] = set()
     for at in reads:
@@ -190,7 +190,7 @@ def _by_row(reads: Iterable[int | None]) -> list[list[int]]:
 
 
 class ModuleOutputs:
-    """Records what selected modules return, and its gradients: full backward hooks break in-place activations."""
+    """Records outputs of selected modules, and their gradients: full backward hooks break in-place activations."""
 
     def __init__(self, named: NamedSites, places: Places, lock: RLock) -> None:
         self._named, self._places, self._lock = named, places, lock
@@ -221,16 +221,16 @@ class ModuleOutputs:
                 tensor.register_hook(partial(self._record_gradient, self._step, module, f"grad of {name}"))
 
     def _record_gradient(self, step: object, module: str, name: str, gradient: Tensor | None) -> None:
-        # None: autograd runs the hooks of a node with zeros that it does not make
+        # None: autograd runs a node's hooks with zeros that it does not materialise
         if gradient is not None and step is self._step:
             with self._lock:
                 self._named.output("backward", module, name, gradient)
 
 
 class StateWalker:
-    """Lists the parameters and buffers of a module by qualified name, shared ones once.
+    """Lists parameters and buffers of a module by qualified name, shared ones once.
 
-    It builds the names only when the tree of modules changed, unlike ``nn.Module.named_parameters``.
+    Unlike ``nn.Module.named_parameters``, it builds names only if the tree of modules changed.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -238,7 +238,7 @@ class StateWalker:
         self._modules: list[tuple[str, nn.Module, tuple[int, ...]]] = []
 
     def walk(self, *kinds: str) -> list[tuple[str, Tensor]]:
-        """Return (name, tensor) of what modules have in these attributes, "_parameters" and "_buffers", in turn."""
+        """Return (name, tensor) pairs from the attributes ``kinds`` of the modules, "_parameters" or "_buffers"."""
         if not self._modules or any(children != _children_of(module) for _, module, children in self._modules):
             self._modules = [
                 (f"{name}." if name else "", module, _children_of(module))

@@ -1,7 +1,7 @@
-"""Where an optimizer's own update begins and ends, and its gradients, by torch's global hooks.
+"""Finds where an optimizer's update begins and ends, and its gradients, with torch's global hooks.
 
-A closure runs before the update: what it runs keeps its phases, and its gradients are handed over when
-it returns.
+A closure runs before the update, in the phases of its code; its gradients are passed on when it
+returns.
 """
 
 from collections.abc import Callable
@@ -18,10 +18,9 @@ from det_callbacks.trace.dispatch import runs_uncompiled
 
 @dataclass(slots=True, eq=False)
 class OptimizerPhases:
-    """Sets the ``phase`` of its owner around optimizer updates while open, and remembers the optimizers seen.
+    """Sets the ``phase`` of its owner around optimizer updates while open, and remembers the optimizers.
 
-    ``on_new`` is called when an optimizer is first seen, ``on_update`` before an update, with its
-    gradients.
+    It calls ``on_new`` for each new optimizer, and ``on_update`` with the gradients before an update.
     """
 
     owner: Any

@@ -1,1 +1,1 @@
-"""What is known of ops before they run."""
+"""Tables of facts about ops."""

@@ -1,7 +1,7 @@
-"""Ops without a deterministic implementation: who called them, and which are let through.
+"""Ops without a deterministic implementation: finds their callers, and allows selected ones.
 
-Under "error" such an op raises before it computes anything. Under "warn" torch warns only when the
-outermost call from Python returns, so suspects are called under "error" first.
+Under "error" such an op raises before it computes anything. Under "warn" torch warns only after the
+outermost call from Python returns, so suspects are first called under "error".
 """
 
 import re
@@ -40,10 +40,10 @@ _UNDOCUMENTED = frozenset({"aten.kthvalue"})
 
 
 class NondeterministicOps:
-    """Catches what torch raises for these ops, lets allowed ones through, and lists all."""
+    """Catches torch's errors for these ops, runs allowed ones again, and lists all."""
 
     def __init__(self, allow: Sequence[str] = ()) -> None:
-        self.on_new: Callable[[tuple[NondeterministicOp, ...]], None] | None = None  # called where ``found`` grows
+        self.on_new: Callable[[tuple[NondeterministicOp, ...]], None] | None = None  # called when ``found`` grows
         self._allow = [OpPattern.parse(pattern) for pattern in allow]
         self._found: dict[tuple[Any, ...], NondeterministicOp] = {}
         self._silenced: dict[str, Any] = {}
@@ -52,14 +52,14 @@ class NondeterministicOps:
         kept = [one for one in warnings.filters if one not in self._silenced.values()]
         warnings.filters[:] = kept  # type: ignore[index]  # a list, declared as a sequence
         with warnings.catch_warnings():
-            pass  # leaving it clears Python's cache of filters
+            pass  # exiting clears Python's cache of filters
 
     @property
     def found(self) -> tuple[NondeterministicOp, ...]:
         return tuple(self._found.values())
 
     def guard(self, plan: OpPlan, place: Callable[[], tuple[str, OpScope]]) -> Callable[..., Any]:
-        """Return how an op is called: again where it raised as nondeterministic and is allowed."""
+        """Return a function that calls an op, and calls it again if it raised as nondeterministic but is allowed."""
         call, may_warn = plan.call, plan.base in self._suspects
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -99,14 +99,14 @@ class NondeterministicOps:
             warnings.warn(words, NondeterministicOpWarning, stacklevel=2)
         if known is None and self.on_new is not None:
             self.on_new(self.found)
-        # ours replaces torch's warning, which names no module; a catch_warnings of the user's may drop the filter
+        # our warning replaces torch's, which names no module; a catch_warnings in user code may drop the filter
         if self._silenced.get(message) not in warnings.filters:
             warnings.filterwarnings("ignore", message=re.escape(message), category=UserWarning)
             self._silenced[message] = warnings.filters[0]
         if mode == "error" and not is_allowed:
             where = f"{module}:{op}" if module not in ("", "?") else op
             raise NondeterministicOpError(
-                f"{words} Nothing else is wrong. Use another op there, or let this one through: "
+                f"{words} Use a different op there, or allow this one: "
                 f"DeterminismSettings(allow=({where!r},)), in Hydra 'determinism.settings.allow=[\"{where}\"]'.",
                 op,
                 module,
@@ -114,9 +114,9 @@ class NondeterministicOps:
 
 
 class NondeterministicOpWatch:
-    """Finds these ops where no step is traced (validation, test, levels below op).
+    """Finds these ops outside traced steps (validation, test, levels below op).
 
-    Backward ops carry the module whose op was the first after their autograd node was made.
+    A backward op has the module whose op was the first after the creation of its autograd node.
     """
 
     def __init__(self, ops: NondeterministicOps, model: nn.Module) -> None:
@@ -146,7 +146,7 @@ class NondeterministicOpWatch:
             known = self._calls[id(func)] = (plan, self._ops.guard(plan, self._place))
         if comes_apart(known[0], args, kwargs):
             return TAKE_APART
-        # the forward of a custom Function runs without gradients, after its node was made
+        # the forward of a custom Function runs without gradients, after its node is made
         if torch.is_grad_enabled() or graph_task_id() == -1:
             self._module_of_node.setdefault(next_sequence_number() - 1, self._modules.current.module)
         return known[1](*args, **kwargs)

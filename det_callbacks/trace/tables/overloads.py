@@ -1,7 +1,7 @@
-"""What the recorder has to know of an op, decided once per ``OpOverload``, and what one call wrote and read.
+"""Plans for recording each ``OpOverload``, and the tensors that a call reads and writes.
 
-The tables hold what schemas do not say; ``tests/unit/test_overloads.py`` checks each entry against the
-running torch.
+The tables have facts that schemas lack; ``tests/unit/test_overloads.py`` checks each entry against the
+installed torch.
 """
 
 import re
@@ -45,15 +45,15 @@ OPAQUE_OUTPUTS: Mapping[str, frozenset[int]] = {
     "aten._efficient_attention_forward": frozenset({1, 2, 3}),
     # total weight: not written on CUDA without a reduction (cuda/NLLLoss2d.cu)
     "aten.nll_loss2d_forward": frozenset({1}),
-    # log_alpha, written only as far as the lengths reach
+    # log_alpha, written only up to the lengths
     "aten._ctc_loss": frozenset({1}),
-    # FSDP2's buffer, of which only this rank's part (output 0) is written
+    # FSDP2's buffer, where only this rank's part (output 0) is written
     "fsdp.all_gather_copy_in": frozenset({1}),
 }
-"""Op -> indices of returned tensors that are not digested: some bits of them are never written."""
+"""Op -> indices of returned tensors that are not digested, because some of their bits are never written."""
 
 AUTOCASTS_INSIDE = frozenset({"aten._trilinear", "aten.linalg_pinv"})
-"""Ops without an autocast rule whose kernels call ops that have one (torch 2.13, by running all ops)."""
+"""Ops without an autocast rule whose kernels call ops with one (found by running all ops in torch 2.13)."""
 
 HIDDEN_WRITES: Mapping[str, tuple[str, ...]] = {
     "aten.native_batch_norm": ("running_mean", "running_var"),
@@ -63,7 +63,7 @@ HIDDEN_WRITES: Mapping[str, tuple[str, ...]] = {
     "aten.batch_norm_gather_stats": ("running_mean", "running_var"),
     "aten.batch_norm_gather_stats_with_counts": ("running_mean", "running_var"),
 }
-"""Op -> undeclared writes (running statistics); of an op with an argument ``training``, only where that is true."""
+"""Op -> undeclared writes (running statistics); if the op has an argument ``training``, only if that is true."""
 
 WRITTEN_IF: Mapping[str, tuple[str, str]] = {
     "aten.rrelu_with_noise": ("noise", "training"),
@@ -73,20 +73,20 @@ WRITTEN_IF: Mapping[str, tuple[str, str]] = {
     "aten._fused_sgd_": ("grads", "grad_scale"),
     "aten._fused_adagrad_": ("grads", "grad_scale"),
 }
-"""Op -> a declared write, and the argument without which it does not happen."""
+"""Op -> a declared write, and the argument that it requires."""
 
 OPAQUE_WRITES: Mapping[str, frozenset[str]] = {
     "aten.mkldnn_rnn_layer_backward": frozenset({"workspace"}),
-    # derivatives.yaml hands them a clone where the graph is retained
+    # derivatives.yaml passes them a clone if the graph is retained
     "aten._cudnn_rnn_backward": frozenset({"reserve"}),
     "aten.miopen_rnn_backward": frozenset({"reserve"}),
     "aten.cudnn_batch_norm_backward": frozenset({"reserveSpace"}),
     "aten.batch_norm_backward": frozenset({"reserve"}),
 }
-"""Op -> arguments it uses as scratch memory: opaque outputs of another op."""
+"""Op -> arguments that it uses as scratch memory: opaque outputs of another op."""
 
 HIDDEN_STATES: Mapping[str, str] = {"aten._cudnn_rnn": "dropout_state", "aten.miopen_rnn": "dropout_state"}
-"""Op -> argument that holds the state of a random generator, which the kernel advances undeclared."""
+"""Op -> argument with the state of a random generator, which the kernel advances undeclared."""
 
 UNINITIALISED = frozenset(
     f"aten.{name}"
@@ -95,7 +95,7 @@ UNINITIALISED = frozenset(
         *("new_empty_strided", "_empty_affine_quantized", "_empty_per_channel_affine_quantized"),
     )
 )
-"""Ops that return memory as it was."""
+"""Ops that return memory unwritten."""
 
 UNDECLARED_VIEWS = frozenset({"aten._unsafe_view", "aten.unsafe_split", "aten.unsafe_split_with_sizes"})
 """Views that the schema does not declare."""
@@ -107,7 +107,7 @@ OVERWRITES = frozenset(
         *("bernoulli_", "exponential_", "geometric_", "cauchy_", "log_normal_"),
     )
 )
-"""Ops that write all of their first argument without reading it; out variants are known by their schema."""
+"""Ops that overwrite their first argument without reading it; schemas show which ops are out variants."""
 
 RELAYOUTS = frozenset(
     f"aten.{name}"
@@ -116,7 +116,7 @@ RELAYOUTS = frozenset(
         "shallow_copy_data_",  # since torch 2.14
     )
 )
-"""Ops that exchange a tensor's storage or its extent."""
+"""Ops that change a tensor's storage or its size."""
 
 _OWN_KERNELS = ("CPU", "CUDA", "MPS", "XPU", "PrivateUse1", "CompositeExplicitAutograd")
 _IGNORED_NAMESPACES = frozenset({"prim", "prims_internal", "profiler", "debugprims", "inductor", "det_callbacks"})
@@ -142,22 +142,22 @@ class ArgumentWrite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpPlan:
-    """How calls of one overload are traced.
+    """How to record calls of one overload.
 
     Attributes:
         base: ``namespace.op``.
-        call: runs the op, past ``OpOverload.__call__``.
-        number_arguments: those that take any Python number, so that 1, 1.0 and True differ.
-        is_functional: it writes no argument and returns fresh tensors only.
+        call: runs the op without ``OpOverload.__call__``.
+        number_arguments: arguments that take any Python number, so that 1, 1.0 and True differ.
+        is_functional: whether it writes no argument and returns only fresh tensors.
         writes: arguments written, declared or hidden, in the order of the schema.
-        sole_write: position of the one tensor argument that it writes and nothing else, else -1.
-        fresh_returns: indices of the returns that alias no argument.
-        written_if: argument among ``writes`` -> the argument without which it is not written.
-        is_overwrite: the written arguments are not read.
-        is_plain: a tensor that it returns is digested as it is.
-        may_be_in_flight: with ``non_blocking``, its output may be incomplete until the device is
-            synchronised.
-        whole: of a composite op, the plan for a call that is not taken apart.
+        sole_write: position of the tensor argument that it writes, if it writes nothing else, or -1.
+        fresh_returns: indices of returns that alias no argument.
+        written_if: argument among ``writes`` -> the argument that the write requires.
+        is_overwrite: whether it does not read the written arguments.
+        is_plain: whether a returned tensor is digested directly.
+        may_be_in_flight: whether, with ``non_blocking``, its output may be incomplete until the device
+            is synchronised.
+        whole: for a composite op, the plan of a call that is not decomposed.
         is_reducing: see ``REDUCING``.
     """
 
@@ -196,7 +196,7 @@ class OpPlan:
 
 @cache
 def make_plan(func: Any) -> OpPlan:
-    """Return the plan for an overload; the first time costs some 200 microseconds."""
+    """Return the plan for an overload; costs about 200 microseconds the first time."""
     if not isinstance(func, OpOverload):
         name = f"higher_order.{func}"
         return OpPlan(name=name, base=name, kind=OpKind.OPAQUE, call=func)
@@ -252,7 +252,7 @@ def make_plan(func: Any) -> OpPlan:
 
 
 def _call_with_autocast(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run an op with autocast as it was when the op was called; handlers run without."""
+    """Run an op with the autocast state of its call, since handlers run without autocast."""
     with ExitStack() as stack:
         for device in {tensor.device.type for tensor in tensors_in((*args, *kwargs.values()))}:
             with enable_reentrant_dispatch():
@@ -270,13 +270,13 @@ REDUCING: dict[str, str | None] = {
     "aten.div_.Scalar": "self",
     "aten.copy_.default": "src",
 }
-"""What DDP's reducer calls for unused parameters (``mark_variable_ready_dense``) -> its gradient argument."""
+"""Op that DDP's reducer calls for unused parameters (``mark_variable_ready_dense``) -> its gradient argument."""
 
 
 def _is_out_variant(func: OpOverload, written: Sequence[ArgumentWrite]) -> bool:
-    """Return whether an op only writes its results into arguments.
+    """Return whether an op is an out variant: it only writes its results into arguments.
 
-    ``torch.Tag.out`` says so since torch 2.13, but not in all namespaces.
+    Since torch 2.13 such ops have ``torch.Tag.out``, but not in all namespaces.
     """
     arguments = schema_of(func).arguments
     has_only_results = bool(written) and all(arguments[write.index].kwarg_only for write in written)
@@ -284,12 +284,12 @@ def _is_out_variant(func: OpOverload, written: Sequence[ArgumentWrite]) -> bool:
 
 
 def _is_composite(name: str) -> bool:
-    """Return whether an op has no kernels but one that calls other ops.
+    """Return whether an op's only kernel calls other ops.
 
-    Autograd takes it apart before a mode sees it, except in inference mode and for inference tensors.
+    Autograd decomposes it before a mode sees it, except in inference mode and for inference tensors.
     """
     if not has_kernels(name):
-        return False  # TorchScript's own, on numbers
+        return False  # a TorchScript op on numbers
     has_own = any(has_kernel_for(name, key) for key in _OWN_KERNELS)
     return has_kernel_for(name, "CompositeImplicitAutograd") and not has_own
 
@@ -325,7 +325,7 @@ def written_arguments(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def written_by_call(plan: OpPlan, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
-    """Return what a call wrote: fresh tensors and numbers first, then the arguments it wrote."""
+    """Return everything that a call wrote: fresh tensors and numbers, then its written arguments."""
     if not plan.fresh_returns:
         return written_arguments(plan, args, kwargs)
     returned = out if isinstance(out, list | tuple) and not plan.returns_one else (out,)
@@ -344,9 +344,9 @@ def written_by_call(plan: OpPlan, out: Any, args: tuple[Any, ...], kwargs: dict[
 
 
 def tensors_read(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors among the arguments that a call reads, and does not write."""
+    """Return the tensors among the arguments that a call reads but does not write."""
     written = {id(tensor) for tensor in written_arguments(plan, args, kwargs)}
-    if kwargs.get("beta") == 0:  # baddbmm and its like ignore what they would add to
+    if kwargs.get("beta") == 0:  # baddbmm and similar ops ignore their first input
         args = args[1:]
     read: list[Tensor] = []
     for value in (*args, *kwargs.values()):
@@ -358,7 +358,7 @@ def tensors_read(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def in_flight(
     plan: OpPlan, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[Tensor], set[torch.device]]:
-    """Return the tensors that a call copies to the host without waiting, and from which devices."""
+    """Return the tensors that a call copies to the host asynchronously, with their devices."""
     is_non_blocking = plan.argument("non_blocking", args, kwargs)
     written = written_arguments(plan, args, kwargs) if plan.writes else [out] if isinstance(out, Tensor) else []
     on_host = [tensor for tensor in written if tensor.is_cpu] if is_non_blocking else []
@@ -377,10 +377,10 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def comes_apart(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a mode has to take an op apart, because autograd did not.
+    """Return whether a mode has to decompose an op, because autograd did not.
 
-    What autograd leaves whole is called inside a kernel; nested tensors, for instance, have kernels of
-    their own.
+    Autograd does not decompose ops called inside a kernel, or ops with kernels for special tensors, such
+    as nested ones.
     """
     if plan.whole is None:
         return False

@@ -1,4 +1,4 @@
-"""How calls of each op are recorded: decided once, when the op is first called."""
+"""Caches the plan of each op, which is made at its first call."""
 
 from collections.abc import Callable
 from dataclasses import replace

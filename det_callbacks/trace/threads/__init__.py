@@ -1,1 +1,1 @@
-"""Modules that a step runs in other threads than its own."""
+"""Modules that a step runs in other threads."""

@@ -1,10 +1,10 @@
-"""The order of a step's sites when modules ran in several threads: it must not follow the clock.
+"""The canonical order of a step's sites if modules ran in several threads, independent of timing.
 
-* Sites of the step's own thread, and of each strand, keep their order. A strand comes before the first
-  site that reads it; one without a reader comes before the module that the model lists next.
+* Sites of the step's thread, and of each strand, keep their order. A strand precedes the first site that
+  reads it; a strand without a reader precedes the module that the model lists next.
 * In a backward pass, sites of the module that the forward pass called last come first. Sites of one
-  module that are ready at the same time are sorted by their content.
-* An input that no site of the step wrote comes before its first reader.
+  module that are ready at the same time are sorted by content.
+* An input that no site of the step wrote precedes its first reader.
 """
 
 import heapq
@@ -24,12 +24,12 @@ _READ_FIRST = frozenset({"input", "delivered", "graph_output"})  # roles of site
 _SUMS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 
 _Key = tuple[int, int, int]
-"""Digest of what a site is, digest of that with all bits it follows from, and when it came."""
+"""Digest of a site, digest including all bits it follows from, and its time."""
 
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Sites that stay together: one that was made at a first read, or all others of a call."""
+    """Sites that stay together: one made at a first read, or all other sites of a call."""
 
     call: CallNode
     num_given: int  # tensors that the call reads
@@ -46,9 +46,9 @@ class Group:
 
     @property
     def is_sum(self) -> bool:
-        """Whether it is a sum of gradients, made in the order in which they come, wherever the engine ran last.
+        """Whether it is a sum of gradients, which the engine adds in order of arrival.
 
-        So its module and lines are those of an arbitrary thread.
+        Its module and lines are those of an arbitrary thread.
         """
         call = self.call
         is_anywhere = call.scope.name is None and not call.scope.recomputed
@@ -70,10 +70,10 @@ def canonical_order(
     modules: Sequence[str],
     digests: Sequence[int],
 ) -> tuple[list[int], list[Site]]:
-    """Return the positions of a step's sites in canonical order, and the sites in it.
+    """Return the positions of a step's sites in canonical order, and the sites in that order.
 
-    ``reads`` has what each call reads, ``modules`` the names in the model's order, ``digests`` those of
-    the sites.
+    ``reads`` has the reads of each call, ``modules`` the names in the model's order, and ``digests`` the
+    digests of the sites.
     """
     ordering = _Ordering(sites, strands, modules)
     ordering.split(calls, reads, digests)
@@ -94,7 +94,7 @@ class _Ordering:
         self._own: list[Group] = []
         self._group_of: list[Group] = []
         self._readers: dict[int, CallNode] = {}  # of sites made at a first read
-        self._last_of_module: dict[str, int] = {}  # where the forward pass was in a module last
+        self._last_of_module: dict[str, int] = {}  # last position of the forward pass in each module
         self.order: list[int] = []
         self._place_of: dict[int, int] = {}
 
@@ -157,7 +157,7 @@ class _Ordering:
             self._place(group)
 
     def _unread(self) -> Mapping[int, list[_Line]]:
-        """Return the strands that no other thread reads, by the group that they come before."""
+        """Return the strands that no other thread reads, by the group that they precede."""
         read_strands: set[int] = set()
         for group in self._group_of:
             if not group.is_of_backward:
@@ -170,10 +170,10 @@ class _Ordering:
         return found
 
     def _successor_of(self, line: _Line) -> Group | None:
-        """Return what comes right after a strand that no other thread reads.
+        """Return the group right after a strand that no other thread reads.
 
-        The call of a module around it returns after it, and began before it; between the two, the
-        model's listing decides.
+        An enclosing module's call begins before and returns after it; in between, the order of the model
+        decides.
         """
         begin, end = line.groups[0].positions[0], line.groups[-1].positions[-1]
         later = [group for group in self._own if group.positions[0] > end]
@@ -202,7 +202,7 @@ class _Ordering:
         return self._listed.get(line.strand.module, len(self._listed)), what, line.groups[0].positions[0]
 
     def _place(self, group: Group) -> None:
-        """Place a group, after all that comes before it in its strand."""
+        """Place a group after its predecessors in its strand."""
         if group.is_placed:
             return
         if group.strand is None:
@@ -230,7 +230,7 @@ class _Ordering:
             self._lines[id(group.strand)].num_placed += 1
 
     def _go_on(self) -> None:
-        """Place what follows in strands that have begun, up to where one waits for something else."""
+        """Place the next groups of started strands, until each waits for another group."""
         before = -1
         while before != len(self.order):
             before = len(self.order)
@@ -242,7 +242,7 @@ class _Ordering:
         return all(read.is_placed for read in self._awaited(group))
 
     def _place_backward(self, groups: Sequence[Group]) -> None:
-        """Place what ran in a backward pass: of what is ready, first what the forward pass called last."""
+        """Place the groups of a backward pass; of those ready, the module that forward called last comes first."""
         block = {id(group) for group in groups}
         num_missing: dict[int, int] = {}
         readers: dict[int, list[Group]] = {}
@@ -263,13 +263,13 @@ class _Ordering:
                     heapq.heappush(ready, (*self._rank(reader), next(tie), reader))
 
     def _awaited(self, group: Group) -> Iterator[Group]:
-        """Yield what a group reads, also through sites that were made at a first read."""
+        """Yield the groups that a group reads, including reads through sites made at a first read."""
         for at in group.reads:
             read = self._group_of[at]
             yield from self._awaited(read) if read.is_read_first else (read,)
 
     def _rank(self, group: Group) -> tuple[int, bool, _Key]:
-        is_of_op = group.call.func != "output"  # not a module's output
+        is_of_op = group.call.func != "output"  # else a module's output
         return -self._last_of_module.get(self._call_at(group).module, -1), is_of_op, group.key
 
     def _call_at(self, group: Group) -> CallNode:

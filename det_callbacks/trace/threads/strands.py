@@ -1,6 +1,6 @@
-"""Strands: modules that a step runs in other threads than its own, such as branches in a thread pool.
+"""Strands: modules that a step runs in other threads, such as branches in a thread pool.
 
-Each has a dispatch mode of its own, since a mode is open for one thread only.
+Each has a separate dispatch mode, since a mode is active in one thread only.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -26,10 +26,10 @@ from det_callbacks.trace.step import Step
 class Strand:
     module: str
     made: ThreadNodes
-    inputs: list[Any]  # the autograd nodes of what the module was given
+    inputs: list[Any]  # the autograd nodes of the module's inputs
     mode: "_StrandMode | None" = None
     calls: ModuleCalls = field(default_factory=ModuleCalls)
-    spans: list[tuple[int, int]] = field(default_factory=list)  # its sites as they came: first, one past the last
+    spans: list[tuple[int, int]] = field(default_factory=list)  # its sites in order of time: first, one past last
 
 
 class Strands:
@@ -37,7 +37,7 @@ class Strands:
         self._step, self._places = step, places
         self._on_first = on_first  # called before the first strand of a step
         places.modules.others = self
-        self.mode: DispatchMode | None = None  # of the step's own thread; None where no ops are seen
+        self.mode: DispatchMode | None = None  # of the step's thread; None if no ops are seen
         self.all: list[Strand] = []
         self._running: dict[int, Strand] = {}  # by thread
         self._is_open = False
@@ -47,7 +47,7 @@ class Strands:
         self._is_open = True
 
     def end(self) -> None:
-        """End a step: modules that still run in other threads are left alone; may be called more than once."""
+        """End a step, without affecting modules that still run in other threads; may be called more than once."""
         with self._step.lock:
             self._is_open = False
             self.all = []
@@ -63,7 +63,7 @@ class Strands:
         return self._running.get(get_ident()) if self._running else None
 
     def enter(self, module: nn.Module, scope: OpScope | None, args: tuple[Any, ...]) -> None:
-        """Note that a module is called in this thread; without a scope it is not part of the model."""
+        """Note that a module is called in this thread; without a scope it is not in the model."""
         with self._step.lock:
             strand = self.here()
             if strand is None:
@@ -92,7 +92,7 @@ class Strands:
 
     @contextmanager
     def recording(self, strand: Strand | None) -> Iterator[None]:
-        """Count what is recorded meanwhile as a strand's, None for the step's own thread; hold the lock."""
+        """Record for a strand, or for the step's thread if None, while holding the lock."""
         if strand is None:
             yield
             return
@@ -113,7 +113,7 @@ class Strands:
         self._running[get_ident()] = strand
         if self.mode is not None:
             while isinstance(left := current_mode(), _StrandMode) and not left.is_on:
-                pop_mode()  # of a module that outlived its step
+                pop_mode()  # its module outlived the step
             strand.mode = _StrandMode(partial(self._op, strand))
             push_mode(strand.mode)
         return strand
@@ -123,7 +123,7 @@ class Strands:
         if strand.mode is not None:
             if strand.mode.is_on_top:
                 pop_mode()
-            strand.mode.turn_off()  # another mode may have been left open above it
+            strand.mode.turn_off()  # another mode above it may be open
         self._places.backward.end_thread(strand.made, _nodes_of(output), strand.inputs)
         strand.inputs = []
 

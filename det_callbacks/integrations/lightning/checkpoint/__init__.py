@@ -1,1 +1,1 @@
-"""Lightning's checkpoints: digests beside each that is saved, and exact resume."""
+"""Lightning's checkpoints: digests beside each saved one, and exact resume."""

@@ -1,7 +1,7 @@
-"""DDP's gradient buckets: read when a checkpoint is saved, made again on resume.
+"""DDP's gradient buckets, read when a checkpoint is saved and rebuilt on resume.
 
-A new DDP starts with one bucket and makes others after its first backward pass. Other buckets add
-up in another order, so that sums of three or more ranks have other bits.
+A new DDP starts with one bucket, and rebuilds its buckets after the first backward pass. Different
+buckets add in a different order, which changes the bits of sums over three or more ranks.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ from det_callbacks.internals.torch import (
 from det_callbacks.internals.twins import either
 
 Buckets = tuple[tuple[str, ...], ...]
-"""Names of the parameters in each."""
+"""Names of the parameters in each bucket."""
 
 
 def ddp_of(trainer: pl.Trainer) -> Any:
@@ -44,29 +44,29 @@ def problem(trainer: pl.Trainer, wanted: Buckets) -> str | None:
     except UnsupportedVersionError as error:
         return str(error)
     if ddp.static_graph or has_hook_state:
-        return "DDP(static_graph=True) and communication hooks with a state keep what nobody saves; leave them out"
-    # in this order: reading the buckets makes DDP note facts of its first step
+        return "DDP(static_graph=True) and communication hooks with a state keep unsaved state; omit them"
+    # in this order: reading the buckets makes DDP log its first step
     is_first = not ddp.find_unused_parameters and not read(ddp, wanted)
     if is_first and ddp_facts(ddp).get("prev_iteration_grad_ready_order_indices"):
-        return "DDP was about to put the gradients in other buckets, as in its second step; save after that step"
+        return "DDP was about to rebuild its buckets, as in its second step; save after that step"
     return None
 
 
 def read(ddp: Any, wanted: Buckets) -> Buckets:
-    """Return the buckets that DDP made after its first step, or was given."""
+    """Return the buckets that DDP rebuilt after its first step, or got from ``make``."""
     if wanted or ddp is None or ddp.find_unused_parameters:
         return wanted
     if not ddp_facts(ddp).get("has_rebuilt_buckets"):
-        ddp.logger.set_runtime_stats_and_log()  # else it reports them a forward pass later
+        ddp.logger.set_runtime_stats_and_log()  # else DDP reports them a forward pass later
     told, names = ddp_facts(ddp), _names(ddp)
     buckets = told["rebuilt_per_bucket_param_indices"].split(",") if told.get("has_rebuilt_buckets") else ()
     return tuple(tuple(names[int(index)] for index in bucket.split()) for bucket in buckets)
 
 
 def make(ddp: Any, wanted: Buckets) -> str:
-    """Give a new DDP module these buckets; return why it cannot have them, or "".
+    """Give a new DDP module these buckets; return why that is impossible, or "".
 
-    It runs a backward pass of zeros, in which the gradients become ready in their old order.
+    It runs a backward pass of zeros, whose gradients become ready in their old order.
     """
     if ddp is None or not wanted:
         return ""
@@ -75,7 +75,7 @@ def make(ddp: Any, wanted: Buckets) -> str:
     made: Buckets = ()
     if sorted(order) == sorted(number):
         end = torch.zeros((), requires_grad=True) * 1
-        # its last act needs the autograd engine, so it runs in a backward pass
+        # the rebuild needs the autograd engine, so it runs in a backward pass
         end.register_hook(lambda _: [mark_gradient(ddp.reducer, number[name]) for name in order] and None)
         ddp.reducer.prepare_for_backward([])
         end.backward()
@@ -87,7 +87,7 @@ def make(ddp: Any, wanted: Buckets) -> str:
     if made == wanted:
         return ""
     return (
-        "DDP puts the gradients in other buckets than it did then: freeze the same parameters, and give it the same "
+        "DDP puts the gradients in different buckets than before: freeze the same parameters, and give it the same "
         "bucket_cap_mb"
     )
 

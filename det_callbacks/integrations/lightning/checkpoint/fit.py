@@ -1,4 +1,4 @@
-"""Reads from Lightning's loops where a fit is, and what prevents an exact resume (2.6.6)."""
+"""Reads the position of a fit from Lightning's loops, and what prevents an exact resume (2.6.6)."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -37,10 +37,10 @@ def is_epoch_over(trainer: pl.Trainer) -> bool:
 
 
 def tensors_to_save(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
-    """Return the gradients being accumulated, and the buffers of ranks above 0: Lightning saves rank 0's."""
+    """Return accumulated gradients, and buffers of ranks above 0: Lightning saves only rank 0's."""
     module, num_batches = trainer.lightning_module, trainer.fit_loop.epoch_loop.batch_progress.current.ready
     found: dict[str, torch.Tensor] = {}
-    # the gradients of an epoch's last batches are zeroed before the next
+    # gradients of an epoch's last batches are zeroed before the next epoch
     if not module.automatic_optimization or num_batches % trainer.accumulate_grad_batches:
         for name, parameter in module.named_parameters():
             if parameter.grad is not None:
@@ -55,7 +55,7 @@ def tensors_to_save(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
 
 
 def values(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return what a checkpoint must bring back, by name; one pass over the weights."""
+    """Return what a checkpoint must restore, by name; takes one pass over the weights."""
     module = trainer.lightning_module
     left_out = _non_persistent(module)
     buffers = () if trainer.global_rank else module.named_buffers()
@@ -65,12 +65,12 @@ def values(trainer: pl.Trainer) -> dict[str, Any]:
             if name not in left_out:
                 is_plain = tensor.layout is torch.strided and not isinstance(tensor, DTensor)
                 if is_plain and not tensor.is_contiguous():
-                    text = f"the layout of {name} in memory (no checkpoint keeps it: use contiguous())"
+                    text = f"the memory layout of {name} (checkpoints do not save it: use contiguous())"
                     found[text] = list(tensor.stride())
                 try:
                     found[name] = format_digest(digest_tensor(tensor.detach()))
                 except DetCallbacksError:
-                    found[name] = None  # gathered, and freed until its next use
+                    found[name] = None  # gathered; freed until its next use
     frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
     found["the list of frozen parameters"] = frozen
     restored = [scheduler.optimizer for scheduler in plateaus(trainer).values()]
@@ -85,7 +85,7 @@ def values(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def saved_states(trainer: pl.Trainer) -> dict[str, str]:
-    """Return the states of callbacks and schedulers as text, but for those that are restored or save checkpoints."""
+    """Return the states of callbacks and schedulers as text, except those that are restored or save checkpoints."""
     states = {
         f"state of {callback.state_key}": callback.state_dict()
         for callback in vars(trainer)["callbacks"]
@@ -99,7 +99,7 @@ def saved_states(trainer: pl.Trainer) -> dict[str, str]:
 
 
 def plateaus(trainer: pl.Trainer) -> dict[str, ReduceLROnPlateau]:
-    """Return each ReduceLROnPlateau by number; Lightning saves before it updates them at an epoch's end."""
+    """Return each ReduceLROnPlateau by index; Lightning saves before it updates them at an epoch's end."""
     return {
         str(index): config.scheduler
         for index, config in enumerate(trainer.lr_scheduler_configs)
@@ -118,39 +118,39 @@ def generators(trainer: pl.Trainer) -> dict[str, Held]:
 
 def problems(trainer: pl.Trainer) -> Iterator[str]:
     loop, loaders = trainer.fit_loop, _loaders(trainer)
-    batches: Any = loop.epoch_loop.batch_progress  # wider than its declaration
+    batches: Any = loop.epoch_loop.batch_progress  # its declared type lacks attributes
     epochs: Any = loop.epoch_progress.current
     fetcher = data_fetcher(loop)
     validated = loop.epoch_loop.val_loop.batch_progress
     if trainer.world_size > 1 and not isinstance(trainer.strategy, either(DDPStrategy, ModelParallelStrategy)):
         name = type(trainer.strategy).__name__
-        yield f"what {name} keeps on each rank is not known; use DDPStrategy or ModelParallelStrategy"
+        yield f"det_callbacks does not know the state of {name} on each rank; use DDPStrategy or ModelParallelStrategy"
     draws_itself = isinstance(fetcher, either(DataLoaderIterFetcher))
     is_made_again = getattr(trainer, "reload_dataloaders_every_n_epochs", False)
     if not draws_itself and fetcher is not None and fetcher.length is None:
-        yield "its training data has no length, so Lightning draws a batch ahead; give the data set a __len__"
+        yield "its training data has no length, so Lightning prefetches a batch; give the data set a __len__"
     if any(getattr(one, "persistent_workers", False) for one in loaders):
-        yield "persistent_workers=True keeps generators in workers that nothing can read; use persistent_workers=False"
+        yield "persistent_workers=True keeps generators in workers, which cannot be saved; use persistent_workers=False"
     has_own_place = any(type(one) is not DataLoader and hasattr(one, "load_state_dict") for one in loaders)
     if draws_itself or is_made_again or has_own_place or len(loaders) > 1:
         yield (
-            "its training data is not one DataLoader of torch's that is made once and from which Lightning draws; "
+            "its training data is not a single DataLoader of torch that is made once and iterated by Lightning; "
             "several loaders, dataloader_iter, load_state_dict of a loader and reload_dataloaders_every_n_epochs are "
             "not supported"
         )
     if any(isinstance(callback, either(GradientAccumulationScheduler)) for callback in vars(trainer)["callbacks"]):
         yield "GradientAccumulationScheduler is not supported; use accumulate_grad_batches"
     if batches.total.started < min(batches.total.ready, batches.total.processed):
-        yield "on_train_batch_start returned -1 before, which leaves Lightning's counts of batches apart"
+        yield "on_train_batch_start returned -1 before, after which Lightning's batch counts disagree"
     is_validated = validated.is_last_batch and validated.current.ready == validated.current.completed
     is_in_epoch_start, is_in_validation = epochs.ready > epochs.started, trainer.validating and not is_validated
     if is_in_epoch_start or is_in_validation or batches.current.ready > batches.current.processed:
-        place = f"step {batches.total.processed}, of a validation, or of the hooks of an epoch's start"
-        yield f"it was saved in the middle of {place}; save at the end of a batch, of a validation or of an epoch"
+        place = f"step {batches.total.processed}, a validation, or the hooks of an epoch's start"
+        yield f"it was saved in the middle of {place}; save at the end of a batch, a validation or an epoch"
 
 
 def has_more_to_come(trainer: pl.Trainer) -> bool:
-    """Return whether a validation, epoch end or plateau update, which a resume leaves out, is still to come."""
+    """Return whether a validation, epoch end or plateau update, which a resume skips, is still pending."""
     loop, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop.batch_progress.current
     epochs: Any = loop.epoch_progress.current
     has_plateau = any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs)
@@ -172,7 +172,7 @@ def _loaders(trainer: pl.Trainer) -> list[Any]:
 
 
 def _non_persistent(module: torch.nn.Module) -> set[str]:
-    """Return the names of buffers that state_dict leaves out."""
+    """Return the names of buffers that state_dict omits."""
     return {
         f"{prefix}.{name}" if prefix else name
         for prefix, one in module.named_modules()

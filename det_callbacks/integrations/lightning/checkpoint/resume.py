@@ -1,7 +1,6 @@
-"""Exact resume: saves and restores what Lightning's checkpoints leave out.
+"""Exact resume: saves and restores what Lightning's checkpoints omit.
 
-These are generators, the position in the data, gradients being accumulated, and some counters of
-the loops.
+These are generators, the position in the data, accumulated gradients, and some counters of the loops.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,30 +32,29 @@ from det_callbacks.trace.state.generators import GeneratorReader
 from det_callbacks.trace.state.leaves import leaves
 
 _ENDED = (
-    "it was saved before a validation or the end of an epoch, which Lightning leaves out when it resumes, and the "
-    "process or the training ended before the next batch was drawn; save after that"
+    "it was saved before a validation or the end of an epoch, which Lightning skips on resume, and the process or the "
+    "training ended before the next batch was drawn; save after that"
 )
 _CHANGED = (
-    "what ran after it and before the next batch (hooks of callbacks, a validation, an end of epoch), which Lightning "
-    "leaves out when it resumes, changed {}; save with ModelCheckpoint, or from a callback that stands last"
+    "code that ran between it and the next batch (hooks of callbacks, a validation, an end of epoch), which Lightning "
+    "skips on resume, changed {}; save with ModelCheckpoint, or from the last callback"
 )
 
 
 class Resuming:
-    """Saves and restores the state of one fit that Lightning's checkpoints leave out.
+    """Saves and restores the state of one fit that Lightning's checkpoints omit.
 
-    It follows how batches are drawn (1 to 5 microseconds a batch); a save takes a pass over the
-    weights.
+    It follows the drawing of batches (1 to 5 microseconds a batch); a save takes a pass over the weights.
     """
 
     def __init__(self, trainer: pl.Trainer, peers: Peers, *, is_exact: bool) -> None:
         self._trainer = trainer
         self._peers = peers
         self._is_exact = is_exact
-        self._buckets: buckets.Buckets = ()  # of the checkpoint that is resumed
+        self._buckets: buckets.Buckets = ()  # of the resumed checkpoint
         self._replaced = ReplacedMethods(PLACES)
         self._let_go: Callable[[], object] = lambda: None
-        # saved since the last batch: path -> part, states of callbacks, whether the epoch had ended
+        # saves since the last batch: path -> part, states of callbacks, whether the epoch had ended
         self._saved: dict[str, tuple[Part, Mapping[str, str], bool]] = {}
         self._path = ""
         self._pending: Part | None = None
@@ -73,13 +71,13 @@ class Resuming:
             around(loop.epoch_loop, "on_run_start", partial(self._at_epoch, loop))
 
     def detach(self) -> None:
-        """Leave loops and loaders as they were; a later checkpoint can still be saved."""
+        """Restore loops and loaders; later checkpoints can still be saved."""
         self._replaced.restore()
         self._let_go()
         self._saved.clear()
 
     def save(self, path: str, id: str) -> bool:
-        """Write this rank's part beside a checkpoint that is about to be saved; return whether it did."""
+        """Write this rank's part beside a checkpoint before it is saved; return whether it did."""
         if not self._is_exact:
             return False
         is_over = fit.is_epoch_over(self._trainer)
@@ -99,10 +97,10 @@ class Resuming:
         return True
 
     def _complete(self, *, is_end: bool = False) -> None:
-        """Write the parts saved since the last batch again: a validation, say, may have moved generators."""
+        """Rewrite the parts saved since the last batch: a validation, say, may have advanced generators."""
         saved, self._saved = self._saved, {}
         for path, (before, states, is_at_end) in saved.items():
-            # it may have been removed; a longer fit does not end this epoch here
+            # the checkpoint may be deleted; a longer fit does not end this epoch here
             if not part_path(Path(path), before.rank).exists() or (is_end and not is_at_end):
                 continue
             position = None if is_end else self._position
@@ -132,7 +130,7 @@ class Resuming:
         )
 
     def loaded(self, path: str, sidecar: Sidecar | None) -> None:
-        """Read what was saved beside a loaded checkpoint; all ranks succeed, or all raise."""
+        """Read the parts beside a loaded checkpoint; all ranks succeed, or all raise."""
         if not self._is_exact:
             return
         self._path = path
@@ -142,18 +140,18 @@ class Resuming:
             if sidecar is None or not sidecar.num_ranks:
                 return False
             if (saved := sidecar.num_ranks) != num_ranks:
-                self._refuse(f"it was saved by {saved} process{'es' * (saved > 1)}, and there are {num_ranks} now")
+                self._refuse(f"it was saved by {saved} process{'es' * (saved > 1)}, but this training has {num_ranks}")
             found = read_part(Path(path).resolve(), sidecar, rank)
             if found is None:
                 who = f"rank {rank} of {num_ranks}"
-                self._refuse(f"the state of {who}, which was saved beside it, is missing or of another save")
+                self._refuse(f"the state of {who}, saved beside it, is missing or from a different save")
             self._pending, self._tensors = found
             self._buckets, self.idle = self._pending.buckets, self._pending.idle
             if self._pending.problems:
                 self._refuse(*self._pending.problems)
             return True
 
-        if not all(self._peers.gather(take, task="reading what stands beside it")):
+        if not all(self._peers.gather(take, task="reading the state saved beside it")):
             self._pending = None
             print_closing_line(unrestored_line(path))
 
@@ -161,7 +159,7 @@ class Resuming:
         self._pending = None
         raise NotResumableError(
             f"{self._path} cannot be resumed to the same run: {'; '.join(problems)}. Resume from another checkpoint, "
-            'or with resume="plain", which goes on as Lightning does and promises nothing.',
+            'or with resume="plain": Lightning\'s resume, which may give different bits.',
             problems,
         )
 
@@ -169,7 +167,7 @@ class Resuming:
         self._position = DataPosition(before_iteration=GeneratorStates.capture(self._held))
 
     def begin_draw(self) -> None:
-        """Restore what the next batch needs, and keep the generators before the first batch."""
+        """Restore the state that the next batch needs, and keep the generators before the first batch."""
         restore, self._restore_at_draw = self._restore_at_draw, None
         if restore is not None:
             restore()
@@ -184,14 +182,14 @@ class Resuming:
             self._position = replace(position, num_drawn=position.num_drawn + 1, first_digest=digest)
 
     def begin_fit(self) -> None:
-        """Give the strategy, now set up, the gradient buckets of the checkpoint."""
+        """Give the strategy, which is now set up, the gradient buckets of the checkpoint."""
         ddp = buckets.ddp_of(self._trainer)
         if self._pending is not None and (problem := buckets.make(ddp, self._buckets)):
             self._refuse(problem)
 
     def begin_epoch(self) -> None:
-        """Restore what must be in place before the hooks of a new epoch."""
-        # on all ranks: a killed save may have left parts of two moments
+        """Restore the state that the hooks of a new epoch need."""
+        # on all ranks: a killed save may leave parts of different steps
         if (state := self._pending) is not None:
             restore = partial(self._restore, state, self._tensors) if state.position is None else lambda: None
             self._peers.run_on_all(restore, task="beginning an epoch")
@@ -202,14 +200,13 @@ class Resuming:
     def _at_setup(self, loop: Any, original: Callable[[], None]) -> None:
         """Set up the data of a fit, with corrected counts of the loops."""
         epochs, state = loop.epoch_progress, self._pending
-        # also called earlier, when a scheduler asks for the number of steps
+        # Lightning calls it earlier if a scheduler asks for the number of steps
         if state is not None and epochs.current.processed == epochs.current.ready > 0:
             if state.is_epoch_over:
-                # with max_steps Lightning takes the epoch for unfinished, and would train one batch too
-                # many
+                # with max_steps Lightning considers the epoch unfinished, and would train a batch too many
                 own_class(loop, Loop).restarting.fset(loop, False)  # not the property of the fit loop
             else:
-                # Lightning counts an epoch as processed that a fit stopped in the middle of
+                # Lightning counts an epoch as processed if a fit stopped within it
                 for progress in (epochs.current, epochs.total):
                     progress.processed -= 1
                     progress.completed = min(progress.completed, progress.processed)
@@ -223,26 +220,26 @@ class Resuming:
         self._let_go = follow(combined_loader(loop), self)
 
     def _at_epoch(self, loop: Any, original: Callable[[Any], None], fetcher: Any) -> None:
-        """Begin the batches of an epoch; after a load, go to the position of the checkpoint."""
+        """Begin the batches of an epoch; after a load, skip to the position of the checkpoint."""
         self._held, before = fit.generators(self._trainer), self._position
         original(fetcher)
         if self._pending is None or loop.epoch_loop.done:
             return
         is_new = self._position is not before
         go_on = partial(self._go_on, loop, self._pending, fetcher, is_new_iteration=is_new)
-        self._peers.run_on_all(go_on, task="going to the place that it is of")
+        self._peers.run_on_all(go_on, task="skipping to its position in the data")
         self._pending = None
 
     def _go_on(self, loop: Any, state: Part, fetcher: Any, *, is_new_iteration: bool) -> None:
         tensors, self._tensors = self._tensors, {}
         if state.position is not None:
-            # else Lightning would skip the plateau schedulers at the end of this epoch
+            # else Lightning skips the plateau schedulers at the end of this epoch
             end_restart(loop)
             self._restore(state, tensors)
             if changed := _differing(state.values, fit.values(self._trainer)):
-                self._refuse(f"Lightning restored it, and {changed} is not what it was then")
+                self._refuse(f"Lightning restored it, but {changed} does not match")
             self._draw_again(state.position, fetcher)
-            # again before the draw: a validation may come first
+            # again before the draw: a validation may precede it
             self._restore_at_draw = partial(self._restore, state, tensors)
         elif not is_new_iteration:
             fetcher.combined_loader.reset()
@@ -254,7 +251,7 @@ class Resuming:
                 fit.local_part(parameter.grad).copy_(gradient)
 
     def _draw_again(self, position: DataPosition, fetcher: Any) -> None:
-        """Draw the trained batches again, and compare their number and the first one with the saved ones."""
+        """Draw the trained batches again, and compare their number and the first batch with the checkpoint."""
         fetcher.combined_loader.reset()  # without the workers that Lightning started
         position.before_iteration.restore(self._held)
         with suppress(StopIteration):
@@ -267,8 +264,8 @@ class Resuming:
         assert drawn is not None, "the loader was iterated over"
         if (drawn.num_drawn, drawn.first_digest) != (position.num_drawn, position.first_digest):
             self._refuse(
-                f"the first {position.num_drawn} batches of the epoch, drawn again, are not those that it was "
-                "trained on: the data, or the order in which it is drawn, is another"
+                f"the first {position.num_drawn} batches of the epoch, drawn again, differ from those that it was "
+                "trained on: the data or its order changed"
             )
 
     def _restore(self, state: Part, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -285,7 +282,7 @@ class Resuming:
         if (ddp := buckets.ddp_of(self._trainer)) is not None:
             ddp.require_forward_param_sync = state.syncs_buffers
         if missing := state.generators.restore(self._held):
-            self._refuse(f"generators whose saved state cannot be restored, or are not there: {', '.join(missing)}")
+            self._refuse(f"generators are missing, or their saved state cannot be restored: {', '.join(missing)}")
 
 
 def _digest_batch(batch: Any) -> str:
@@ -295,6 +292,6 @@ def _digest_batch(batch: Any) -> str:
 
 
 def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """Return the first name whose value differs, with the number of others."""
+    """Return the first name whose value differs, and the number of further ones."""
     names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else ""

@@ -1,6 +1,6 @@
-"""Writes digests beside each checkpoint that Lightning saves, and compares those it loads.
+"""Writes digests beside each checkpoint that Lightning saves, and checks each one that it loads.
 
-Rank 0 removes the old sidecar first and writes the new one last, so that a kill in between leaves a
+Rank 0 first removes the old sidecar, and last writes the new one, so that a kill in between leaves a
 checkpoint without digests.
 """
 
@@ -42,9 +42,9 @@ from det_callbacks.training.arguments import Resume
 class CheckpointWatch:
     """Follows the checkpoints of one stage of a Trainer, and resumes from them.
 
-    It replaces methods of the strategy until ``close``, also after the fit: other callbacks save
-    checkpoints in ``teardown``. Loading a checkpoint of the same stage is no resume: Lightning's
-    Tuner does that.
+    It replaces methods of the strategy until ``close``, even after the fit, because other callbacks
+    save checkpoints in ``teardown``. Loading a checkpoint of the same stage, as Lightning's Tuner does,
+    is not a resume.
     """
 
     def __init__(self, trainer: pl.Trainer, resume: Resume, peers: Peers) -> None:
@@ -57,7 +57,7 @@ class CheckpointWatch:
         self.is_resumed = False
         self.resuming = Resuming(trainer, peers, is_exact=self._is_fit and resume == "exact")
         for name, wrapper in (("save", self._save), ("load", self._load), ("remove", self._remove)):
-            # the method of the class: an earlier callback of this Trainer may have replaced it
+            # the method of the class: an earlier callback of this Trainer may have replaced the instance's
             method: Any = getattr(type(trainer.strategy), f"{name}_checkpoint")
             ours: Any = partial(wrapper, partial(method, trainer.strategy))
             self._replaced.put(trainer.strategy, f"{name}_checkpoint", partial(lambda ours, _: ours, ours))
@@ -94,13 +94,13 @@ class CheckpointWatch:
             print_closing_line(uncovered_save_line(path))
 
     def _begin_save(self, path: str) -> tuple[str, dict[str, Any]]:
-        """Agree on a save's identity and path, and write each rank's part; return the path and sidecar fields.
+        """Agree on the identity and path of a save, and write each rank's part; return the path and sidecar fields.
 
-        A metric in the file name may differ between ranks.
+        The path may differ between ranks, if it contains a metric.
         """
         trainer = self._trainer
-        id = uuid.uuid4().hex  # from the operating system: moves no generator
-        # after an exception the others may never come; then no exact resume is possible
+        id = uuid.uuid4().hex  # from the operating system: advances no generator
+        # after an exception the other ranks may never save; then no exact resume is possible
         is_together = trainer.world_size == 1 or trainer.state.status != TrainerStatus.INTERRUPTED
         if trainer.world_size > 1 and is_together:
             with unobserved():
@@ -110,7 +110,7 @@ class CheckpointWatch:
             with unobserved():
                 trainer.strategy.barrier("what the ranks save for an exact resume")
         progress: Any = trainer.fit_loop.epoch_loop.batch_progress.total
-        num_batches = int(progress.processed)  # includes the batch that just ended, not one that raised
+        num_batches = int(progress.processed)  # includes the batch that just ended, but not one that raised
         return path, {
             "id": id,
             "run": self._run,
@@ -120,7 +120,7 @@ class CheckpointWatch:
         }
 
     def _load(self, load: Callable[..., Any], checkpoint_path: Any, *rest: Any, **more: Any) -> Any:
-        """Load a checkpoint, if its bytes are those that were saved; reads it twice."""
+        """Load a checkpoint if its bytes match its digest; reads it twice."""
         path = str(checkpoint_path)
         place = Path(path).resolve()
         sidecar = None if is_remote(path) or not place.exists() else require_saved(place)
@@ -143,7 +143,7 @@ class CheckpointWatch:
 
 
 def _parameter_names(trainer: pl.Trainer) -> dict[str, str]:
-    """Return path of a state in the optimizers' states -> name of its parameter."""
+    """Return a mapping from the path of a state in the optimizers' states to the name of its parameter."""
     names = {id(parameter): name for name, parameter in trainer.lightning_module.named_parameters()}
     found: dict[str, str] = {}
     for number, optimizer in enumerate(trainer.optimizers):
