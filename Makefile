@@ -9,7 +9,7 @@ DEMO := demo-run
 CODE := det_callbacks recipes tests noxfile.py
 # Every text is checked for spelling, and the prose of PROSE for usage (tests/prose.py): add det_callbacks once it is clean.
 TEXTS := $(CODE) conf docs README.md CONTRIBUTING.md CHANGELOG.md Makefile mkdocs.yml pyproject.toml
-PROSE := docs recipes/*/README.md README.md CONTRIBUTING.md CHANGELOG.md
+PROSE := det_callbacks docs recipes/*/README.md README.md CONTRIBUTING.md CHANGELOG.md
 # That the package is for; pyproject.toml has the oldest, which lint and types are for by themselves.
 NEWEST_PYTHON := 3.14
 
