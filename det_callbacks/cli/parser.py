@@ -166,7 +166,7 @@ _COMMANDS: Mapping[str, tuple[str, str]] = {
         "Compare a run with its reference.",
         f"reference current --json --steps --html {_NUMBERS}",
     ),
-    "record": ("Run a script that trains with a Lightning Trainer, and record its training.", "run_folder --overwrite"),
+    "record": ("Run a script that trains with torch, and record its training.", "run_folder --overwrite"),
     "verify": ("Run a script, and verify its training against a recorded one.", "run_folder --current"),
     "check": ("Run a script twice, recording and then verifying, and say what differs.", _OF_CHECK),
     "doctor": ("Show which determinism settings are in force; exit 1 if a requested one is not.", "--json --against"),

@@ -56,6 +56,10 @@ class ModuleNames:
                     'as many "*" each; of modules that were fused, "*.to_q, *.to_k, *.to_v -> *.qkv_proj".'
                 )
             rules.append(_Rule(*sides))
+        if not rules:
+            raise SelectionError(
+                f'{path} maps no modules. Write a line "reference -> current" for each that was renamed.'
+            )
         return cls(Path(path), tuple(rules))
 
     def renamed(self, view: StepView) -> StepView:

@@ -52,13 +52,17 @@ class Rounding:
 
     @classmethod
     def read(cls, folder: str | Path) -> "Rounding":
-        """Return what ``det-callbacks check --numerics`` wrote into a folder."""
-        path = Path(folder) / ROUNDING_FILE
+        """Return what ``det-callbacks check --numerics`` wrote into a folder; its file may be given, too."""
+        path = Path(folder)
+        if path.name != ROUNDING_FILE:
+            path /= ROUNDING_FILE
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             if content["schema"] != _SCHEMA:
                 raise ValueError(f"its schema is {content['schema']!r}, and {_SCHEMA} is read here")
             bounds = {_key(*site[:8]): inf if site[8] is None else float(site[8]) for site in content["sites"]}
+            if any(bound != bound for bound in bounds.values()):
+                raise ValueError("a bound is NaN")
         except FileNotFoundError as error:
             raise SelectionError(
                 f"{folder} holds no measured tolerance ({ROUNDING_FILE}). Measure one: "

@@ -57,4 +57,4 @@ def test_two_processes_of_accelerate_launch_are_two_ranks(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stdout + done.stderr
     done = run("verify", "0.002")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "optimizer.AdamW.lr: 0.001 in the reference, 0.002 now" in done.stdout
+    assert "optimizer.AdamW.lr is 0.001 in the reference and 0.002 in the current run" in done.stdout

@@ -168,7 +168,7 @@ def test_an_untouched_template_records_verifies_and_finds(seed):
     assert "match: verified 6 steps" in start(f"{train} +determinism=verify")
     text = start(f"{train} +determinism=verify model.optimizer.lr=0.002", status=1)
     assert "cause      settings" in text
-    assert "optimizer.Adam.lr: 0.001 in the reference, 0.002 now" in text
+    assert "optimizer.Adam.lr is 0.001 in the reference and 0.002 in the current run" in text
 
 
 @pytest.mark.slow

@@ -34,6 +34,7 @@ from det_callbacks import (
 from det_callbacks.environment.rng import GeneratorStates
 from det_callbacks.runs.metrics import read_metrics
 from det_callbacks.runs.store import Run
+from det_callbacks.training.metrics import metric_of
 
 STEPS = 6
 
@@ -226,6 +227,8 @@ def test_what_is_logged_is_compared_by_name(tmp_path):
     with pytest.raises(DivergenceError, match=r"Metric val_loss logged after step 2 differs: 0\.5") as caught:
         run_it(0.25, current=tmp_path / "other")
     require_one_verdict(caught.value.verdict.to_dict(), tmp_path / "run", tmp_path / "other")
+    with pytest.raises(DivergenceError, match=r"val_loss"):  # a Python float has 64 bits
+        run_it(0.5 + 1e-15, current=tmp_path / "near")
     assert caught.value.verdict.coverage.steps == (0, 3), "it stops after the next step"
     with pytest.raises(DivergenceError, match=r"val_loss"):  # at another step
         run_it(0.5, at=3, current=tmp_path / "later")
@@ -233,6 +236,7 @@ def test_what_is_logged_is_compared_by_name(tmp_path):
     run = TrainingRun(tmp_path / "run2", mode="record", model=loop.model, optimizers=loop.optimizers)
     with pytest.raises(SelectionError, match="'loss' was logged twice after step 5"):
         log_after(run, loop, ("loss", 1.0), ("loss", 2.0))
+    assert metric_of(2**63).digest != metric_of(2**63 + 1).digest
     run = TrainingRun(tmp_path / "run3", mode="record", model=loop.model, optimizers=loop.optimizers)
     with pytest.raises(SelectionError, match=r"log takes a number or a tensor; 'text' is a str"):
         log_after(run, loop, ("text", "x"))
