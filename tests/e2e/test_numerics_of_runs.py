@@ -365,6 +365,7 @@ def test_renamed_and_fused_modules_are_mapped_by_a_file(
     for text, says in (
         ("encoder.*", "names.txt:1: 'encoder.*' maps no modules"),
         ("a.* -> b", "maps no modules"),
+        ("# nothing", "maps no modules"),
         ("a, b -> c, d", "maps no modules"),
         ("a -> ", "maps no modules"),
     ):

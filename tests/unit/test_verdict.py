@@ -27,10 +27,10 @@ def test_what_was_written_is_read():
 def test_another_structure_is_refused():
     changes = [{"schema": 2}, {"verdict": "equal"}, {"counts": {"steps_compared": 1}}, {"first_divergence": 3}]
     for change in (*changes, {"environment": {"differences": [{"name": "x"}]}}, {"evidence": None}):
-        with pytest.raises(ValueError, match=r"no verdict of schema|Expected|Invalid enum|missing required field"):
+        with pytest.raises(ValueError, match=r"not a verdict of schema|Expected|Invalid enum|missing required field"):
             Verdict.from_dict(FULL.to_dict() | change)
     for damaged in (None, [], "match", {}):
-        with pytest.raises(ValueError, match="no verdict of schema 1"):
+        with pytest.raises(ValueError, match="not a verdict of schema 1"):
             Verdict.from_dict(damaged)
 
 
