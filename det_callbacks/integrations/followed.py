@@ -105,6 +105,14 @@ class FollowedLoop(TrainingRun):
             self._hooks.mark("epoch start")
         return batch
 
+    def mark_iteration(self, drawn: DrawnLoader) -> None:
+        if self._is_open and drawn is self._drawn:
+            self._training.begin_iteration()
+
+    def mark_epoch_end(self, drawn: DrawnLoader) -> None:
+        if self._is_open and drawn is self._drawn:
+            self._hooks.mark("epoch end")
+
     def mark_draw(self, drawn: DrawnLoader) -> None:
         if self._is_open and drawn is self._drawn:
             self._training.begin_draw()

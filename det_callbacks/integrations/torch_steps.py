@@ -103,6 +103,8 @@ class TorchSteps:
             known = self._loaders[loader] = DrawnLoader(loader)
         known.num_iterations += 1
         known.draws.waiting.clear()
+        if self._run is not None:
+            self._run.mark_iteration(known)
         iterator = iterate(loader)
         self._loader_of[iterator] = known
         return iterator
@@ -118,7 +120,12 @@ class TorchSteps:
         self._drawn = known
         if self._run is not None:
             self._run.mark_draw(known)
-        batch = draw(iterator)
+        try:
+            batch = draw(iterator)
+        except StopIteration:
+            if self._run is not None:
+                self._run.mark_epoch_end(known)
+            raise
         known.draws.add(batch)
         return batch
 

@@ -35,7 +35,7 @@ def test_who_drew_is_named_and_what_only_one_run_has():
     (change,) = evidence.generators
     assert (change.name, change.seeds) == ("torch.cpu", (5, 5))
     assert (change.equal_at, change.differs_at) == ((2, "after validation"), (2, "before a batch is drawn"))
-    assert "what ran in between: something outside every hook" in show_change(change, evidence)
+    assert "what ran in between: code outside all hooks" in show_change(change, evidence)
     evidence = compare(fit(4, validates=False), fit(4, drawn_at=(2, "before validation")), 2)
     (change,) = evidence.generators
     assert change.only_current == ("before validation", "after validation")

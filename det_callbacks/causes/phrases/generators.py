@@ -83,7 +83,7 @@ def keep_from_drawing(change: GeneratorChange, evidence: Evidence) -> str:
 
 def _shown(change: GeneratorChange, evidence: Evidence) -> str:
     ran = what_ran((*change.points, change.differs_at[1]), evidence)
-    return ", ".join(dict.fromkeys(ran)) or "something outside every hook"
+    return ", ".join(dict.fromkeys(ran)) or "code outside all hooks"
 
 
 def what_ran(points: Sequence[str], evidence: Evidence) -> Iterator[str]:
