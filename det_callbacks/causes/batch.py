@@ -17,7 +17,8 @@ CAUSES: Causes = ("settings", "data_order", "data_content")
 
 _OTHER_CONTENT = ("transformed", "other data set", "made otherwise", "other")
 _TODO: Mapping[DataChange, str] = {
-    "transformed": "Check on_before_batch_transfer and on_after_batch_transfer",
+    "transformed": "Check what changes the batch between the loader and the model (on_before_batch_transfer and "
+    "on_after_batch_transfer in Lightning)",
     "reordered": "Check the sampler, the shuffle's seed and the order of the files",
     "drawn": "Check the sampler (its weights, what it sorts by) and the loader's settings",
     "other data set": "Use the same data set, because its length differs",

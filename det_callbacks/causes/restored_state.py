@@ -24,11 +24,16 @@ def find(facts: Facts) -> Answer | None:
         before = facts.difference.step - 1
         names = listed(facts.unrestored)
         what = f"{SUBJECT['restored']} differs from the reference's state at the end of step {before} ({names})"
+    advice = (
+        "Compare the checkpoint with the one that was saved there (det-callbacks check-checkpoint), and check "
+        "what changes this state before the step"
+    )
+    found = [str(one.divergence.name) for one in facts.restored] or facts.unrestored
+    if not all(" of " in name for name in found):  # not "exp_avg of net.weight", "state of StepLR: last_epoch"
+        advice += ". Checkpoints have no buffers with persistent=False: save them with on_save_checkpoint"
     others = [phase for phase in facts.source_phases if phase not in ("state", "input")]
     return Answer(
         cause="checkpoint",
         explanation=f"{place(facts)}: {what}{also_differ(others)}; no op caused it",
-        advice="Compare the checkpoint with the one that was saved there (det-callbacks check-checkpoint), and check "
-        "what changes this state before the step. Checkpoints have no buffers with persistent=False: save them with "
-        "on_save_checkpoint",
+        advice=advice,
     )

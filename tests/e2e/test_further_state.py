@@ -148,6 +148,7 @@ def test_a_scaler_or_a_scheduler_that_a_resume_loses_is_named(dropped, name, tmp
     verdict = verdict_of(tmp_path, Forgets(), plugins=scaled(), resumes=True)
     assert (verdict.cause, verdict.first_divergence.step) == ("checkpoint", SAVED)
     assert f"state of {name}" in verdict.explanation
+    assert "persistent=False" not in verdict.explanation
 
 
 class Place:
