@@ -68,7 +68,7 @@ def diff(capsys: Any, *folders: Path) -> tuple[int, str, str]:
 
 def verdict_in(output: str) -> dict[str, Any]:
     content = json.loads(output)
-    unread = "the findings of the current run could not be looked for"
+    unread = "the findings of the current run cannot be read"
     content["evidence"] = [line for line in content["evidence"] if not line.startswith(unread)]
     return content
 
