@@ -1,4 +1,4 @@
-"""The same ops with the same outputs run in a different order, and no bit differs: independent lines were swapped.
+"""Ops ran in a different order with the same bits: independent lines were swapped, or a set was iterated.
 
 Example:
     Step 7, forward: aten.cos.default in net at train.py:4 in forward ran in a different order
@@ -8,36 +8,41 @@ Example:
 
 from collections import Counter
 
+from det_callbacks.causes.first_difference import cause_of_first
 from det_callbacks.causes.phrases.sites import site_text
 from det_callbacks.causes.phrases.steps import place
 from det_callbacks.causes.rule import Answer, Causes
 from det_callbacks.compare.facts import Facts
 from det_callbacks.report.console import listed
 
-CAUSES: Causes = ("structure",)
+CAUSES: Causes = ("structure", "forward", "backward", "optimizer", "collective", "unknown")
+
+_Key = tuple[object, ...]
 
 
 def find(facts: Facts) -> Answer | None:
+    """Apply if the first difference is an op of one run that the other run has at another place."""
     kinds = facts.difference.kinds
-    if {*kinds.values()} != {"missing", "extra"}:
+    missing = Counter(_key(facts, row) for row, kind in kinds.items() if kind == "missing")
+    extra = {row: _key(facts, row) for row, kind in kinds.items() if kind == "extra"}
+    moved = [facts.difference.describe(row) for row, key in extra.items() if key in missing]
+    if _key(facts, facts.first.row) not in missing.keys() & {*extra.values()}:
         return None
-    missing = [row for row, kind in kinds.items() if kind == "missing"]
-    extra = [row for row, kind in kinds.items() if kind == "extra"]
-    if _sites(facts, missing) != _sites(facts, extra):
-        return None
-    moved = [facts.difference.describe(row) for row in extra]
     ops = listed(site_text(one) for one in moved)
+    told = f"{place(facts)}, {moved[0].phase}: {ops} ran in a different order from the reference"
+    if {*kinds.values()} == {"missing", "extra"} and missing == Counter(extra.values()):
+        return Answer(
+            cause="structure",
+            explanation=f"{told}, and no bit differs",
+            advice="Restore the order of the lines, or record the reference again",
+        )
     return Answer(
-        cause="structure",
-        explanation=f"{place(facts)}, {moved[0].phase}: {ops} ran in a different order from the reference, and no bit "
-        "differs",
-        advice="Restore the order of the lines, or record the reference again",
+        cause=cause_of_first(facts),
+        explanation=f"{told}, with the same bits; later ops that depend on the order differ",
+        advice="Restore the order of the lines; sort a set, or the files of a folder, before you iterate over it",
     )
 
 
-def _sites(facts: Facts, rows: list[int]) -> Counter[tuple[object, ...]]:
-    found = Counter[tuple[object, ...]]()
-    for row in rows:
-        site, digest = facts.difference.site(row), facts.difference.digest(row)
-        found[site.phase, site.module, site.op, site.output, site.role, site.name, site.arguments, digest] += 1
-    return found
+def _key(facts: Facts, row: int) -> _Key:
+    site, digest = facts.difference.site(row), facts.difference.digest(row)
+    return site.phase, site.module, site.op, site.output, site.role, site.name, site.arguments, digest

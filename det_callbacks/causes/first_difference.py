@@ -14,10 +14,11 @@ CAUSES: Causes = ("forward", "backward", "optimizer", "collective", "unknown")
 
 
 def find(facts: Facts) -> Answer:
-    return Answer(cause=_cause(facts), advice=advise_lost_value(facts))
+    return Answer(cause=cause_of_first(facts), advice=advise_lost_value(facts))
 
 
-def _cause(facts: Facts) -> Cause:
+def cause_of_first(facts: Facts) -> Cause:
+    """Return the phase of the origin, or else of the first difference."""
     first = facts.first
     if facts.origin is None and first.role in ("delivered", "graph_output"):
         return "unknown"  # the other ranks know more of a collective: ``compare/collectives.py``
