@@ -4,7 +4,7 @@ from det_callbacks.causes.phrases.batches import batch_lines
 from det_callbacks.causes.phrases.choices import both_values
 from det_callbacks.causes.phrases.generators import show_change, show_idle
 from det_callbacks.compare.facts import Facts
-from det_callbacks.report.console import at_most, count
+from det_callbacks.text import at_most, count
 
 MAX_LINES = 20  # of evidence
 

@@ -14,9 +14,9 @@ from det_callbacks.causes.phrases.sites import site_text
 from det_callbacks.causes.phrases.steps import also_differ, place
 from det_callbacks.causes.rule import Answer, Causes
 from det_callbacks.compare.facts import Facts
-from det_callbacks.report.console import listed
 from det_callbacks.runs.evidence import AFTER, BATCH_END, BATCH_START, BEFORE, DRAWING, LOADER
 from det_callbacks.runs.program import GRAPH, REGION, Site
+from det_callbacks.text import listed
 
 CAUSES: Causes = ("external_write",)
 

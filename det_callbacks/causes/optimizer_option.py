@@ -10,7 +10,7 @@ Example:
 from det_callbacks.causes.phrases.steps import explain_first
 from det_callbacks.causes.rule import Answer, Causes
 from det_callbacks.compare.facts import Facts
-from det_callbacks.report.console import capitalised, listed
+from det_callbacks.text import capitalised, listed
 
 CAUSES: Causes = ("optimizer",)
 

@@ -10,7 +10,7 @@ Example:
 from det_callbacks.causes.phrases.steps import SUBJECT, also_differ, how_it_entered, place
 from det_callbacks.causes.rule import Answer, Causes
 from det_callbacks.compare.facts import Facts
-from det_callbacks.report.console import listed
+from det_callbacks.text import listed
 
 CAUSES: Causes = ("checkpoint",)
 

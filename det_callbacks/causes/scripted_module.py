@@ -9,7 +9,7 @@ Example:
 
 from det_callbacks.causes.rule import Answer, Causes
 from det_callbacks.compare.facts import Facts
-from det_callbacks.report.console import listed
+from det_callbacks.text import listed
 
 CAUSES: Causes = ("structure",)
 

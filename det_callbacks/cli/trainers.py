@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from det_callbacks.report.console import listed
+from det_callbacks.text import listed
 
 _LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
 _OTHERS = {"keras": "Keras", "tensorflow": "TensorFlow", "jax": "JAX"}

@@ -10,8 +10,8 @@ import numpy as np
 
 from det_callbacks.findings.facts import MIN_BATCHES, MIN_STEPS, FitFacts
 from det_callbacks.findings.rule import Found, Level, found_in, from_to, of_one_process
-from det_callbacks.report.console import listed
 from det_callbacks.runs.program import Program, TensorLayout
+from det_callbacks.text import listed
 
 NAME = "constant_output"
 LEVEL: Level = "op"

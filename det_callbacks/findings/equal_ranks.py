@@ -8,8 +8,8 @@ Example:
 
 from det_callbacks.findings.facts import MIN_BATCHES, MIN_STEPS
 from det_callbacks.findings.rule import Fits, Found, Level, found_in, span
-from det_callbacks.report.console import capitalised, ranks_text
 from det_callbacks.runs.evidence import AFTER_FORWARD, BATCH_START
+from det_callbacks.text import capitalised, ranks_text
 
 NAME = "equal_ranks"
 LEVEL: Level = "state"

@@ -11,7 +11,7 @@ import numpy as np
 
 from det_callbacks.findings.facts import FitFacts, Series
 from det_callbacks.findings.rule import Found, Level, found_in, of_one_process, span
-from det_callbacks.report.console import listed
+from det_callbacks.text import listed
 
 NAME = "equal_workers"
 LEVEL: Level = "state"

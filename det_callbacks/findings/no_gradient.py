@@ -10,7 +10,7 @@ Example:
 from det_callbacks.findings.facts import FitFacts
 from det_callbacks.findings.optimized import parameters_of
 from det_callbacks.findings.rule import Found, Level, found_in, from_to, of_one_process
-from det_callbacks.report.console import count, listed
+from det_callbacks.text import count, listed
 
 NAME = "no_gradient"
 LEVEL: Level = "state"

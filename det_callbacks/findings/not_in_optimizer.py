@@ -10,7 +10,7 @@ Example:
 from det_callbacks.findings.facts import MIN_STEPS, FitFacts
 from det_callbacks.findings.optimized import parameters_of
 from det_callbacks.findings.rule import Found, Level, found_in, of_one_process
-from det_callbacks.report.console import listed
+from det_callbacks.text import listed
 
 NAME = "not_in_optimizer"
 LEVEL: Level = "state"

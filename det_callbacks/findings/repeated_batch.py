@@ -11,7 +11,7 @@ from itertools import pairwise
 from det_callbacks.findings.equal_workers import in_groups
 from det_callbacks.findings.facts import MIN_STEPS, FitFacts
 from det_callbacks.findings.rule import Found, Level, found_in, from_to, of_one_process
-from det_callbacks.report.console import listed
+from det_callbacks.text import listed
 
 NAME = "repeated_batch"
 LEVEL: Level = "state"

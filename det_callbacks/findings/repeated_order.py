@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from det_callbacks.findings.facts import Drawn, FitFacts
 from det_callbacks.findings.rule import Found, Level, found_in, of_one_process, span
-from det_callbacks.report.console import capitalised
+from det_callbacks.text import capitalised
 
 NAME = "repeated_order"
 LEVEL: Level = "state"

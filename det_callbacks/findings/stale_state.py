@@ -10,7 +10,7 @@ import re
 
 from det_callbacks.findings.facts import MIN_STEPS, FitFacts, Series
 from det_callbacks.findings.rule import Found, Level, found_in, of_one_process, span
-from det_callbacks.report.console import listed
+from det_callbacks.text import listed
 
 NAME = "stale_state"
 LEVEL: Level = "state"

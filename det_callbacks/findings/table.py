@@ -23,8 +23,8 @@ from det_callbacks.findings import (
 )
 from det_callbacks.findings.facts import fits_of
 from det_callbacks.findings.rule import Fits, Found, Rule
-from det_callbacks.report.console import ranks_text
 from det_callbacks.runs.store import Run
+from det_callbacks.text import ranks_text
 from det_callbacks.verdict import Finding
 
 RULES: tuple[Rule, ...] = (

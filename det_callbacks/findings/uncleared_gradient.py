@@ -10,8 +10,8 @@ from itertools import pairwise
 
 from det_callbacks.findings.facts import MIN_STEPS, FitFacts
 from det_callbacks.findings.rule import Found, Level, found_in, from_to, of_one_process
-from det_callbacks.report.console import count, listed
 from det_callbacks.runs.program import Program
+from det_callbacks.text import count, listed
 
 NAME = "uncleared_gradient"
 LEVEL: Level = "op"

@@ -9,7 +9,7 @@ Example:
 
 from det_callbacks.findings.facts import MIN_STEPS
 from det_callbacks.findings.rule import Fits, Found, Level, found_in, span
-from det_callbacks.report.console import listed, ranks_text
+from det_callbacks.text import listed, ranks_text
 
 NAME = "unequal_replicas"
 LEVEL: Level = "state"

@@ -15,8 +15,9 @@ from det_callbacks.integrations.loop import TrainingRun, unwrapped
 from det_callbacks.integrations.torch_models import SeveralModels, models_of
 from det_callbacks.internals.torch import memory_address
 from det_callbacks.observers.observations import REGISTRY
-from det_callbacks.report.console import count, end_process, listed, print_closing_line, print_error
+from det_callbacks.report.console import end_process, print_closing_line, print_error
 from det_callbacks.runs.environment import FOLLOWED
+from det_callbacks.text import count, listed
 from det_callbacks.trace.dispatch import runs_uncompiled
 from det_callbacks.trace.state.leaves import flatten
 from det_callbacks.trace.state.optimizers import parameters_of

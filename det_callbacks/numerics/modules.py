@@ -23,9 +23,9 @@ from det_callbacks.internals import dynamo
 from det_callbacks.internals.torch import COMPARING, TORCH, leaves_with_path, path_text
 from det_callbacks.numerics.result import PHASES, Kind, NumericsReport, Phase, TensorComparison
 from det_callbacks.observers.values import leaves_of
-from det_callbacks.report.console import count
 from det_callbacks.runs.patterns import as_names
 from det_callbacks.settings import MAX_SEED, DeterminismSettings, enforce_determinism
+from det_callbacks.text import count
 from det_callbacks.trace.op.components import has_parts
 
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any] | Callable[[int], Any]

@@ -8,9 +8,10 @@ from typing import Any, Literal, get_args
 
 from det_callbacks.digest.numbers import Measure
 from det_callbacks.errors import DetCallbacksError
-from det_callbacks.report.console import Section, Table, count, to_text
+from det_callbacks.report.console import Section, Table, to_text
 from det_callbacks.report.numerics import COLUMNS, measured, multiple_text, ulps_text
 from det_callbacks.runs.disk import replace_atomically
+from det_callbacks.text import count
 from det_callbacks.verdict import as_json
 
 Phase = Literal["initial", "module", "output", "loss", "gradient", "parameter", "buffer"]

@@ -20,10 +20,10 @@ from torch.distributed.distributed_c10d import PrefixStore
 from det_callbacks.digest.state import digest_state
 from det_callbacks.errors import RankError, SettingsError
 from det_callbacks.internals.torch import default_store, without_dispatch
-from det_callbacks.report.console import at_most, ranks_text
 from det_callbacks.runs.disk import writing
 from det_callbacks.runs.files import MANIFEST
 from det_callbacks.runs.peers import END_OF_FIT, Peers
+from det_callbacks.text import at_most, ranks_text
 
 SYNC_EVERY_N_STEPS = 10
 """Steps between two exchanges in which ranks learn whether a step differs, to stop together."""

@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import IO, NoReturn
@@ -13,46 +13,8 @@ from typing import IO, NoReturn
 from rich.console import Console
 from rich.text import Text
 
-MAX_NAMED, MAX_RANKS = 3, 8  # that a sentence names; the others are counted
 STYLES = {"match": "bold green", "diverged": "bold red", "not_comparable": "bold yellow"}
 MAX_WIDTH = 119  # without a terminal
-
-
-def count(number: int, noun: str) -> str:
-    """Return "1 step", "1,234 steps", "2 entries"."""
-    if number == 1:
-        return f"1 {noun}"
-    return f"{number:,} {noun[:-1]}ies" if noun.endswith("ry") else f"{number:,} {noun}s"
-
-
-def size(num_bytes: int) -> str:
-    """Return "512 bytes", "1.2 MB"."""
-    if num_bytes < 10_000:
-        return count(num_bytes, "byte")
-    return f"{num_bytes / 1e3:.1f} kB" if num_bytes < 1_000_000 else f"{num_bytes / 1e6:.1f} MB"
-
-
-def capitalised(text: str) -> str:
-    """Return a text with a capital at its beginning."""
-    return f"{text[:1].upper()}{text[1:]}"
-
-
-def listed(texts: Iterable[str], separator: str = ", ", limit: int = MAX_NAMED) -> str:
-    """Return "a, b, c and 2 more", each text once."""
-    known = list(dict.fromkeys(texts))
-    more = f" and {len(known) - limit} more" if len(known) > limit else ""
-    return separator.join(known[:limit]) + more
-
-
-def at_most(limit: int, lines: Sequence[str]) -> list[str]:
-    """Return the first lines, and how many more there are."""
-    num_left = len(lines) - limit
-    return [*lines[:limit], f"and {num_left:,} more"] if num_left > 0 else [*lines]
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Return "rank 1", "ranks 0, 1 and 3 more"."""
-    return f"rank{'s' * (len(ranks) > 1)} {listed(map(str, ranks), limit=MAX_RANKS)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

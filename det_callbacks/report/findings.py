@@ -6,8 +6,9 @@ from typing import Any
 
 from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.findings.table import find_findings
-from det_callbacks.report.console import Section, Table, count, listed
+from det_callbacks.report.console import Section, Table
 from det_callbacks.runs.store import Run
+from det_callbacks.text import count, listed
 from det_callbacks.verdict import Finding, as_json
 
 FINDINGS_SCHEMA = 1

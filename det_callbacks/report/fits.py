@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from det_callbacks.audit.result import AuditReport
-from det_callbacks.report.console import Section, Table, at_most, count, listed, ranks_text, size, to_text
+from det_callbacks.report.console import Section, Table, to_text
 from det_callbacks.tensors.files import KeptCounts
+from det_callbacks.text import at_most, count, listed, ranks_text, size
 from det_callbacks.verdict import Verdict
 
 if TYPE_CHECKING:

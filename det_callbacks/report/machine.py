@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 from det_callbacks.compare.arguments import read_arguments
 from det_callbacks.environment.nondeterminism import BEHAVIOURS, OpFact, may_apply
 from det_callbacks.errors import SelectionError
-from det_callbacks.report.console import Section, Table, count
+from det_callbacks.report.console import Section, Table
 from det_callbacks.report.installation import installation_lines
 from det_callbacks.report.run import head_lines
 from det_callbacks.report.verdict import environment_table
 from det_callbacks.runs.program import StepView
 from det_callbacks.runs.store import Run
+from det_callbacks.text import count
 
 if TYPE_CHECKING:
     from det_callbacks.environment.doctor import Diagnosis

@@ -4,7 +4,8 @@ from math import ceil, inf, prod
 
 from det_callbacks.compare.nonfinite import NonFinite
 from det_callbacks.digest.numbers import epsilon
-from det_callbacks.report.console import Section, Table, at_most, count, listed
+from det_callbacks.report.console import Section, Table
+from det_callbacks.text import at_most, count, listed
 from det_callbacks.verdict import Numerics, SiteNumerics
 
 PRINTED_SITES, PRINTED_JUMPS = 30, 5

@@ -6,11 +6,12 @@ from typing import Any
 
 from det_callbacks.compare.nonfinite import first_nonfinite
 from det_callbacks.digest.host import format_digest
-from det_callbacks.report.console import Section, Table, count, listed
+from det_callbacks.report.console import Section, Table
 from det_callbacks.report.numerics import nonfinite_sentence
 from det_callbacks.runs.metrics import read_metrics
 from det_callbacks.runs.program import READS, Program, Site, StepRecord, StepView, TensorLayout
 from det_callbacks.runs.store import RankRun, Run
+from det_callbacks.text import count, listed
 from det_callbacks.verdict import Coverage, Divergence
 
 HEAD = 10  # rows shown from either end of a long table

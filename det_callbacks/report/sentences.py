@@ -7,8 +7,8 @@ from det_callbacks.causes.phrases.steps import of_segment
 from det_callbacks.compare.collectives import Classification, CollectiveCall
 from det_callbacks.compare.ranks import WholeSteps
 from det_callbacks.compare.record import Tally
-from det_callbacks.report.console import count, listed, ranks_text
 from det_callbacks.runs.environment import AS_COMMITTED, CHANGED_FILE, COMMIT, NOT_RECORDED
+from det_callbacks.text import count, listed, ranks_text
 from det_callbacks.verdict import EnvironmentDifference
 
 MAX_RANGES = 4  # of steps that a sentence names; the others are counted

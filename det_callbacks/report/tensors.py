@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from det_callbacks.report.console import Section, at_most, count, size
+from det_callbacks.report.console import Section
+from det_callbacks.text import at_most, count, size
 
 if TYPE_CHECKING:
     from det_callbacks.checkpoint.check import CheckpointReport, EntryDifference

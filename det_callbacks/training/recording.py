@@ -11,13 +11,13 @@ from typing_extensions import override
 
 from det_callbacks.errors import CoverageWarning, NothingComparedError, WriteError, divergence_error
 from det_callbacks.report import fits as closing
-from det_callbacks.report.console import count
 from det_callbacks.report.findings import findings_line
 from det_callbacks.report.verdict import disagreement_text
 from det_callbacks.runs.metrics import Reading
 from det_callbacks.runs.peers import END_OF_FIT, Peers
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.runs.writer import RunWriter
+from det_callbacks.text import count
 from det_callbacks.training.arguments import RunArguments
 from det_callbacks.training.session import FIT, TracedSession
 from det_callbacks.verify.verification import Verification

@@ -18,7 +18,7 @@ from det_callbacks.errors import (
     divergence_error,
 )
 from det_callbacks.report import fits as closing
-from det_callbacks.report.console import count, print_closing_line
+from det_callbacks.report.console import print_closing_line
 from det_callbacks.report.page import write_report
 from det_callbacks.report.verdict import verdict_of_rank
 from det_callbacks.runs.disk import ANOTHER_FOLDER, make_folder
@@ -28,6 +28,7 @@ from det_callbacks.runs.peers import END_OF_FIT
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.runs.store import Run
+from det_callbacks.text import count
 from det_callbacks.training.fits import go_on, wait
 from det_callbacks.training.session import FIT, TracedSession
 from det_callbacks.verdict import Verdict

@@ -22,13 +22,13 @@ from det_callbacks.compare.record import TOGETHER, Tally, read_records
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.errors import NothingComparedError, ReferenceFormatError, SelectionError
 from det_callbacks.findings.table import find_findings
-from det_callbacks.report.console import capitalised, count, listed
 from det_callbacks.report.metrics import advise_metric, explain_metric, metric_lines
 from det_callbacks.report.numerics import nonfinite_sentence
 from det_callbacks.report.sentences import code_lines, explain_match, explain_ranks, explain_whole_steps, steps_agree
 from det_callbacks.runs.environment import FOLLOWED, GENERATOR, LOST, compare_environments
 from det_callbacks.runs.metrics import read_metrics
 from det_callbacks.runs.store import Run
+from det_callbacks.text import capitalised, count, listed
 from det_callbacks.verdict import (
     MAX_ORIGINS,
     Cause,

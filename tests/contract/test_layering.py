@@ -14,7 +14,7 @@ PACKAGE = "det_callbacks"
 
 # Lowest first; a module may import what stands in its own layer or below it. A cycle of modules cannot be imported.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "internals", "verdict"),
+    ("errors", "internals", "text", "verdict"),
     ("digest",),
     ("runs",),
     ("environment", "environment.hydra", "settings"),

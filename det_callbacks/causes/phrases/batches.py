@@ -2,7 +2,7 @@
 
 from det_callbacks.causes.phrases.sites import source_name
 from det_callbacks.compare.facts import Facts
-from det_callbacks.report.console import listed
+from det_callbacks.text import listed
 
 _DREW = {
     "same": "the same indices in the same order",

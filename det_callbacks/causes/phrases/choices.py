@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from det_callbacks.report.console import listed
+from det_callbacks.text import listed
 from det_callbacks.verdict import EnvironmentDifference
 
 USE_ONE_VALUE = "Use the reference's value, or record the reference again"

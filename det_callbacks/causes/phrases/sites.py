@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 
 from det_callbacks.compare.differences import Finding, Start
-from det_callbacks.report.console import listed
 from det_callbacks.report.run import describe_tensor
 from det_callbacks.runs.program import READS, REGION, TensorLayout
+from det_callbacks.text import listed
 from det_callbacks.verdict import Divergence
 
 _UNPROVEN: Mapping[Start, str] = {

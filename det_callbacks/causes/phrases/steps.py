@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from det_callbacks.causes.phrases.sites import both_layouts, describe, side_of, source_name
 from det_callbacks.compare.differences import Finding
 from det_callbacks.compare.facts import Facts
-from det_callbacks.report.console import listed
+from det_callbacks.text import listed
 
 _SUBJECTS = {
     # phase -> subject of a sentence, and a part of it

@@ -15,8 +15,8 @@ from det_callbacks.integrations.lightning.determinism import DeterminismCallback
 from det_callbacks.internals.lightning import MultiProcessingLauncher, is_out_of_batches
 from det_callbacks.internals.twins import either
 from det_callbacks.ranks.group import RankGroup
-from det_callbacks.report.console import count
 from det_callbacks.runs.selection import Level
+from det_callbacks.text import count
 from det_callbacks.training.arguments import Resume
 from det_callbacks.verdict import Verdict
 from det_callbacks.verify.judge import compare_runs
