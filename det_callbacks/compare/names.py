@@ -7,6 +7,7 @@ from pathlib import Path
 
 from det_callbacks.errors import SelectionError
 from det_callbacks.runs.program import Program, Site, StepView
+from det_callbacks.text import listed
 
 Group = tuple[list[int], list[int]]
 """Positions, in the reference and in the current step, of outputs whose concatenations correspond."""
@@ -71,6 +72,20 @@ class ModuleNames:
         counts = {**view.program.counts, "text": view.program.text}
         return replace(view, program=Program.of(sites, **counts))
 
+    def check(self, reference: set[str], current: set[str]) -> None:
+        """Raise ``SelectionError`` if a pattern matches none of the modules of its run."""
+        for rule in self.rules:
+            for side, patterns, known in (
+                ("the reference", rule.reference, reference),
+                ("the current run", rule.current, current),
+            ):
+                for pattern in patterns:
+                    if all(_matched(pattern, module) is None for module in known):
+                        raise SelectionError(
+                            f"{self.path}: {pattern!r} matches no module of {side}, which has "
+                            f"{listed(sorted(known - {''}))}. Correct the rule, or delete it."
+                        )
+
     def _in(self, name: str) -> str:
         """Return the name of a parameter, or of its gradient or state, with the new name of the module."""
         what, of, parameter = name.rpartition(" of ")
@@ -93,6 +108,13 @@ class ModuleNames:
             if len(rule.reference) != len(rule.current)
             for group in _groups(rule, reference.program.sites, current.program.sites)
         ]
+
+
+def modules_of(view: StepView) -> set[str]:
+    """Return the modules that a step has sites or named tensors of."""
+    sites = view.program.sites
+    named = (site.name.rpartition(" of ")[2].rpartition(".")[0] for site in sites if site.name is not None)
+    return {*named, *(site.module for site in sites)}
 
 
 def _groups(rule: _Rule, reference: Sequence[Site], current: Sequence[Site]) -> Iterator[Group]:

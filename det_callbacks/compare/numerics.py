@@ -20,7 +20,7 @@ import numpy as np
 
 from det_callbacks.compare.align import align
 from det_callbacks.compare.differences import StepDifference
-from det_callbacks.compare.names import ModuleNames
+from det_callbacks.compare.names import ModuleNames, modules_of
 from det_callbacks.digest.host import format_digest
 from det_callbacks.digest.numbers import Measure, can_measure, coarser, epsilon, measure
 from det_callbacks.errors import NothingComparedError, SelectionError
@@ -101,7 +101,8 @@ def compare_numerics(
     """Compare the tensors that two runs kept of the same steps.
 
     Raises:
-        SelectionError: a run kept nothing; the message says how to keep tensors.
+        SelectionError: a run kept nothing; the message says how to keep tensors. Or a pattern of ``names`` matches no
+            module.
         NothingComparedError: the runs have no step and site in common of which both kept a tensor.
         ReferenceFormatError: a file of kept tensors is damaged.
     """
@@ -112,11 +113,16 @@ def compare_numerics(
                 "them, into another folder: det-callbacks record RUN --only-steps 0 --keep '*' -- python train.py"
             )
     found, counts, num_default = list[SiteNumerics](), Counter[str](), 0
+    modules: tuple[set[str], set[str]] = set(), set()
     for views, kept in _common_steps(reference, current):
+        for known, view in zip(modules, views, strict=True):
+            known |= modules_of(view)
         step = _StepNumerics(views, kept, tolerance, names)
         found += step.sites()
         counts += step.not_compared
         num_default += step.num_default
+    if names is not None:
+        names.check(*modules)
     if not found:
         reasons = "".join(f"; {number:,} sites: {reason}" for reason, number in counts.items())
         raise NothingComparedError(

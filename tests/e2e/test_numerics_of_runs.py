@@ -368,6 +368,14 @@ def test_renamed_and_fused_modules_are_mapped_by_a_file(
         ("# nothing", "maps no modules"),
         ("a, b -> c, d", "maps no modules"),
         ("a -> ", "maps no modules"),
+        (
+            "encodr.* -> blocks.*",
+            "'encodr.*' matches no module of the reference, which has encoder, encoder.0, ",
+        ),
+        (
+            "encoder.* -> block.*",
+            "'block.*' matches no module of the current run, which has blocks, blocks.0, ",
+        ),
     ):
         (tmp_path / "names.txt").write_text(text)
         assert main(["diff", *paths, "--numerics", "--names", str(tmp_path / "names.txt")]) == 2
