@@ -73,27 +73,35 @@ def verdict_in(output: str) -> dict[str, Any]:
     return content
 
 
+SOAK = [pytest.mark.soak, pytest.mark.timeout(3600)]
+
+
 @pytest.mark.parametrize(
-    ("first", "num"), [(0, 40), pytest.param(40, 960, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+    ("first", "num"),
+    [
+        (0, 40),
+        pytest.param(40, 960, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+        *(pytest.param(first, 11_000, marks=SOAK) for first in range(1_000, 100_000, 11_000)),
+    ],
 )
 def test_no_damage_ends_in_a_match_that_skipped_something(runs, tmp_path, capsys, first, num):
     outcomes: Counter[int] = Counter()
-    known: dict[str, tuple[int, str, str]] = {}
+    for name in ("reference", "current", "other"):
+        shutil.copytree(runs / name, tmp_path / name)
+    known = {name: diff(capsys, tmp_path / "reference", tmp_path / name) for name in ("current", "other")}
     for seed in range(first, first + num):
         chance = random.Random(seed)
         current = chance.choice(("current", "other"))
         folders = [tmp_path / "reference", tmp_path / current]
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
-            shutil.copytree(runs / folder.name, folder)
-        known[current] = known.get(current) or diff(capsys, *folders)
         damaged = chance.choice(folders)
         files = sorted(path for path in damaged.rglob("*") if path.is_file())
         damage = chance.choice(list(DAMAGES))
         file, other = chance.sample(files, 2)
-        content = DAMAGES[damage](file.read_bytes(), other.read_bytes(), chance)
+        before = file.read_bytes()
+        content = DAMAGES[damage](before, other.read_bytes(), chance)
         file.unlink() if content is None else file.write_bytes(content)
         status, out, err = diff(capsys, *folders)
+        file.write_bytes(before)
         outcomes[status] += 1
         case = f"seed {seed}: {damage} in {damaged.name}: {err or out}"
         if status == 0:
@@ -104,6 +112,7 @@ def test_no_damage_ends_in_a_match_that_skipped_something(runs, tmp_path, capsys
             assert "Traceback" not in err, case
         else:
             assert json.loads(out)["verdict"] != "match", case
+    assert [diff(capsys, tmp_path / "reference", tmp_path / name) for name in known] == [*known.values()]
     assert outcomes[2] > num // 3, outcomes
 
 
