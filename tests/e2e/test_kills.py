@@ -26,7 +26,7 @@ from det_callbacks.runs.place import REPLACEMENT
 
 NUM_STEPS = 12
 KILLS = pytest.mark.parametrize(
-    "num_kills", [4, pytest.param(250, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
+    "num_kills", [4, pytest.param(350, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
 )
 
 
