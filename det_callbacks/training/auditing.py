@@ -11,7 +11,7 @@ from typing_extensions import override
 from det_callbacks.audit.equivalence import BitwiseEquivalenceMode
 from det_callbacks.audit.result import AuditError, AuditFinding, AuditReport, OpMismatch
 from det_callbacks.errors import DivergenceWarning, NothingComparedError
-from det_callbacks.report.fits import audit_line, audit_lines
+from det_callbacks.report.closing_lines import audit_line, audit_lines
 from det_callbacks.runs.disk import ANOTHER_FOLDER, make_folder, replace_atomically, writing
 from det_callbacks.runs.peers import Peers
 from det_callbacks.trace.state.optimizers import in_phase

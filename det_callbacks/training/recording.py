@@ -10,7 +10,7 @@ from typing import Any
 from typing_extensions import override
 
 from det_callbacks.errors import CoverageWarning, NothingComparedError, WriteError, divergence_error
-from det_callbacks.report import fits as closing
+from det_callbacks.report import closing_lines
 from det_callbacks.report.findings import findings_line
 from det_callbacks.report.verdict import disagreement_text
 from det_callbacks.runs.metrics import Reading
@@ -124,13 +124,13 @@ class Recording(TracedSession):
         if not all(end["num_steps"] or end["num_agreed"] for end in ended):
             self._discard()
             selected = "" if self.is_resumed else selection.shown_steps
-            raise NothingComparedError(closing.nothing_recorded_text(path=self.path, selected=selected))
+            raise NothingComparedError(closing_lines.nothing_recorded_text(path=self.path, selected=selected))
         self.run.close(complete=True)
         self._print_once(
-            closing.recorded_line(
+            closing_lines.recorded_line(
                 path=self._place,
                 **{name: sum(end[name] for end in ended) for name in ("num_steps", "num_sites", "num_bytes")},
-                level=closing.level_words(selection.level, selection.compiled, self._regions),
+                level=closing_lines.level_words(selection.level, selection.compiled, self._regions),
                 saved=self.replay.to_dict(),
                 num_agreed=None if earlier is None else sum(end["num_agreed"] for end in ended),
                 num_ranks=self.peers.world_size,
@@ -157,8 +157,8 @@ class Recording(TracedSession):
             else:
                 self._discard()
             if now == before:
-                raise NothingComparedError(closing.no_metrics_text(call, reference=self.path))
-        self._print_once(closing.recorded_call_line(call, path=self._place, num_metrics=now - before))
+                raise NothingComparedError(closing_lines.no_metrics_text(call, reference=self.path))
+        self._print_once(closing_lines.recorded_call_line(call, path=self._place, num_metrics=now - before))
 
     @property
     def _place(self) -> str:

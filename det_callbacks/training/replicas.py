@@ -7,7 +7,7 @@ from functools import partial
 from det_callbacks.errors import DivergenceWarning
 from det_callbacks.ranks.group import RankGroup
 from det_callbacks.ranks.replicas import ReplicaError, ReplicaReport, compare_replicas
-from det_callbacks.report.fits import replicas_line, replicas_text
+from det_callbacks.report.closing_lines import replicas_line, replicas_text
 from det_callbacks.training.arguments import OnDivergence
 from det_callbacks.training.training import Training
 

@@ -17,7 +17,7 @@ from det_callbacks.errors import (
     NothingComparedError,
     divergence_error,
 )
-from det_callbacks.report import fits as closing
+from det_callbacks.report import closing_lines
 from det_callbacks.report.console import print_closing_line
 from det_callbacks.report.page import write_report
 from det_callbacks.report.verdict import verdict_of_rank
@@ -113,13 +113,13 @@ class Verifying(TracedSession):
         missing += self.peers.gather(lambda: [*run.metrics.pending_calls], task=END_OF_FIT)[0]
         is_pending = bool(missing) and not is_early and self.arguments.steps == "all"
         verdict = run.finish(is_pending=is_pending, is_early=is_early)
-        level = closing.level_words(selection.level, selection.compiled, verdict.coverage.opaque_regions)
+        level = closing_lines.level_words(selection.level, selection.compiled, verdict.coverage.opaque_regions)
         if is_pending and not run.differs_anywhere:
             self._wait(verdict, missing, level)
             return
         self.verdict = verdict
         report = self._report(verdict) if run.differs_anywhere else None
-        self._print_once(closing.verified_line(verdict, level=level, report=report))
+        self._print_once(closing_lines.verified_line(verdict, level=level, report=report))
         if verdict.verdict == "match":
             return
         text = verdict_of_rank(verdict, rank=self.peers.rank, world_size=self.peers.world_size)
@@ -130,12 +130,12 @@ class Verifying(TracedSession):
     def _wait(self, verdict: Verdict, missing: Sequence[str], level: str) -> None:
         """Keep the verdict until the last fit or test of the reference."""
         stages, num_ended = [*self.stages, *missing], len(self.stages)
-        self._print_once(closing.waiting_line(verdict, stages=stages, num_ended=num_ended, level=level))
+        self._print_once(closing_lines.waiting_line(verdict, stages=stages, num_ended=num_ended, level=level))
 
         def unfinished() -> DivergenceError | None:  # called in each process at its end
             self.run.write(verdict)
             self._report(verdict)
-            error = DivergenceError(closing.unfinished_text(verdict, stages=stages, num_ended=num_ended), verdict)
+            error = DivergenceError(closing_lines.unfinished_text(verdict, stages=stages, num_ended=num_ended), verdict)
             if self.arguments.on_divergence != "warn":
                 return error
             warnings.warn(str(error), DivergenceWarning, stacklevel=2)

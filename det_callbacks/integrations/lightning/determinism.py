@@ -17,7 +17,7 @@ from det_callbacks.integrations.lightning.trainer import LightningTraining
 from det_callbacks.internals.lightning import RESTORE, checkpoint_connector, is_training_done, require
 from det_callbacks.internals.replaced import ReplacedMethods
 from det_callbacks.internals.twins import join_twins
-from det_callbacks.report.fits import no_metrics_text
+from det_callbacks.report.closing_lines import no_metrics_text
 from det_callbacks.training.following import FollowedRun
 
 

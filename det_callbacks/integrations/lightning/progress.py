@@ -19,8 +19,8 @@ from det_callbacks.internals.lightning import (
     should_accumulate,
 )
 from det_callbacks.internals.twins import either
+from det_callbacks.report.closing_lines import progress_word
 from det_callbacks.report.console import print_closing_line
-from det_callbacks.report.fits import progress_word
 from det_callbacks.training.session import Progress
 from det_callbacks.verdict import Verdict
 
