@@ -179,6 +179,13 @@ class Facts:
         since = (one for one in self.evidence.generators if one.equal_at is not None and not one.is_reseeded)
         return next((one for one in since if one.points[0] not in _DRAWING and not one.has_other_start), None)
 
+    @property
+    def is_set_in_step(self) -> bool:
+        """Whether a generator that differs before its first draw matched when the step started."""
+        names = {finding.divergence.name for finding in self.sources if finding.divergence.phase == "rng"}
+        start = self.difference.step, BATCH_START
+        return any(one.name in names and one.equal_at == start for one in self.evidence.generators)
+
     def is_before_step(self, change: GeneratorChange) -> bool:
         """Return whether a generator differed before the step's batch was drawn."""
         step, point = change.differs_at

@@ -132,6 +132,21 @@ def test_a_weight_that_something_else_wrote_and_another_order_of_the_data_are_na
     assert caught.value.verdict.cause == "data_order"
 
 
+def test_a_seed_within_a_step_is_no_difference_that_the_step_started_with(reference, tmp_path):
+    class Reseeded(Loop):
+        def train_step(self, batch: Any) -> None:
+            if self.num_done == 2:
+                torch.manual_seed(5)
+            super().train_step(batch)
+
+    with pytest.raises(DivergenceError) as caught:
+        train(Reseeded, reference, current=tmp_path / "current")
+    verdict = caught.value.verdict
+    assert (verdict.cause, verdict.first_divergence.step) == ("rng", 2)
+    assert "code in the step changed it before the first draw" in verdict.explanation
+    assert "the step started with this difference" not in verdict.explanation
+
+
 WITHOUT_LIGHTNING = """
 import sys
 sys.modules.update(dict.fromkeys(("lightning", "pytorch_lightning", "lightning_fabric", "transformers")))

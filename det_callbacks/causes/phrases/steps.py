@@ -50,6 +50,8 @@ def _explain_sources(facts: Facts) -> str:
 
 
 def _who_wrote_it(facts: Facts, phase: str) -> str:
+    if phase == "rng" and facts.is_set_in_step:
+        return "; code in the step changed it before the first draw, without a recorded op (such as torch.manual_seed)"
     if phase != "input":
         return "; the step started with this difference, so no op caused it"
     is_partial = "unselected" in facts.difference.current.program.ops_skipped
