@@ -90,10 +90,10 @@ def test_a_killed_recording_holds_whole_steps_and_can_be_continued(num_kills, tm
     num_found = []
     for _ in range(num_kills):
         num_steps = num_steps_equal(whole, path)
-        if num_steps in (0, NUM_STEPS):  # nothing to continue: start again
+        first = chance.randint(1, num_steps) if 0 < num_steps < NUM_STEPS else 0
+        if not first:
             shutil.rmtree(path, ignore_errors=True)
             num_steps = 0
-        first = chance.randint(0, num_steps)
         kill_after(chance.uniform(0, seconds), partial(record, path, first=first), tmp_path)
         num_found.append(num_steps_equal(whole, path))
         assert num_found[-1] >= num_steps
