@@ -10,11 +10,13 @@ from det_callbacks.runs.disk import ANOTHER_FOLDER, make_folder, writing
 from det_callbacks.runs.files import LAYOUTS, MANIFEST, PROGRAMS, SITES, SOURCES
 from det_callbacks.runs.manifest import Purpose, read_manifest
 
-REPLACEMENT = ".replacement"  # folder in a run's folder with its replacement, until that is complete
+# Folders in a run's folder with its replacement: until that is complete, while the earlier run is removed, while the
+# replacement moves to its place. After a kill, the name says what is left to do.
+REPLACEMENT, COMPLETE, MOVING = ".replacement", ".complete", ".moving"
 
 _OUR_NAME = re.compile(
     rf"{MANIFEST}|{PROGRAMS}|{SITES}|{LAYOUTS}|{SOURCES}|verdict\.json|report\.html|rank-\d{{5}}"
-    rf"|\.(run\.json|verdict\.json|report\.html)\.\d+\.tmp|\{REPLACEMENT}"
+    rf"|\.(run\.json|verdict\.json|report\.html)\.\d+\.tmp|\{REPLACEMENT}|\{COMPLETE}|\{MOVING}"
 )
 
 
@@ -24,6 +26,7 @@ def make_room(path: Path, *, purpose: Purpose = "record", overwrite: bool = Fals
     With ``overwrite``, that is beside the earlier run. A verification replaces an earlier one.
     """
     make_folder(path, instead=ANOTHER_FOLDER[purpose])
+    _finish_replacing(path)
     present = _ours(path)
     if not present:
         return path
@@ -44,13 +47,23 @@ def make_room(path: Path, *, purpose: Purpose = "record", overwrite: bool = Fals
 
 
 def put_in_place(path: Path) -> None:
-    """Replace the run in a folder with the complete one beside it; a kill in between leaves no run."""
-    beside = path / REPLACEMENT
-    _remove(child for child in _ours(path) if child != beside)
+    """Replace the run in a folder with the complete one beside it; after a kill in between, ``make_room`` finishes."""
     with writing(path):
-        for child in reversed(_ours(beside)):
-            child.rename(path / child.name)
-        beside.rmdir()
+        (path / REPLACEMENT).rename(path / COMPLETE)
+    _finish_replacing(path)
+
+
+def _finish_replacing(path: Path) -> None:
+    complete, moving = path / COMPLETE, path / MOVING
+    if complete.exists():
+        _remove(child for child in _ours(path) if child != complete)
+        with writing(path):
+            complete.rename(moving)
+    if moving.exists():
+        with writing(path):
+            for child in reversed(_ours(moving)):  # run.json last: without it there is no run
+                child.rename(path / child.name)
+            moving.rmdir()
 
 
 def remove_run(path: Path) -> None:

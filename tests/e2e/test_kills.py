@@ -21,8 +21,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from loops import Loop
 
 from det_callbacks import DeterminismCallback, ReferenceNotFoundError, TrainingRun, check_checkpoint, compare_runs
-from det_callbacks.errors import NothingComparedError
-from det_callbacks.runs.place import REPLACEMENT
+from det_callbacks.errors import NothingComparedError, RunExistsError
+from det_callbacks.runs.place import make_room
 
 NUM_STEPS = 12
 KILLS = pytest.mark.parametrize(
@@ -109,10 +109,11 @@ def test_a_kill_while_a_run_is_replaced_leaves_the_earlier_or_the_later_one_whol
     run_whole(lambda: record(path), tmp_path)
     for _ in range(num_kills):
         kill_after(chance.uniform(0, 1.2 * seconds), partial(record, path, overwrite=True), tmp_path)
-        # without run.json, the kill came after the removal of the earlier run and before the renaming of the later one
-        is_in_place = (path / "run.json").exists()
-        verdict = compare_runs(whole, path if is_in_place else path / REPLACEMENT)
-        assert (verdict.verdict, verdict.counts.steps_compared) == ("match", NUM_STEPS)
+        if not (path / "run.json").exists():  # one was removed, and the other is not there yet
+            with pytest.raises(RunExistsError):
+                make_room(path)
+        verdict = compare_runs(whole, path)
+        assert (verdict.verdict, verdict.counts.steps_compared) == ("match", NUM_STEPS), verdict.explanation
 
 
 @KILLS

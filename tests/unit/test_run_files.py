@@ -224,10 +224,10 @@ def test_a_run_is_left_alone_unless_asked_and_only_our_own_names_are_deleted(tmp
         (run / name).rmdir()
 
 
-@pytest.mark.parametrize("moment", range(4))
-def test_a_kill_while_one_run_takes_the_place_of_another_leaves_none(tmp_path, monkeypatch, moment):
+@pytest.mark.parametrize("moment", range(6))
+def test_a_kill_while_one_run_takes_the_place_of_another_loses_neither(tmp_path, monkeypatch, moment):
     run = record(tmp_path / "run", range(3))
-    create(run, overwrite=True).close(complete=False)
+    append(create(run, overwrite=True), [0], complete=False).close(complete=False)
     rename, moments = Path.rename, iter(range(moment))
 
     def killed(path: Path, target: Path) -> Path:
@@ -239,10 +239,14 @@ def test_a_kill_while_one_run_takes_the_place_of_another_leaves_none(tmp_path, m
         patched.setattr(Path, "rename", killed)
         with pytest.raises(KeyboardInterrupt):
             put_in_place(run)
-    with pytest.raises(ReferenceNotFoundError, match=r"these folders in it are runs: \.replacement"):
-        read_manifest(run)
-    append(create(run, overwrite=True), [0], complete=True)
-    assert Run.open(run).rank(0).num_steps == 1
+    if moment:
+        with pytest.raises(ReferenceNotFoundError, match=r"these folders in it are runs: \.(complete|moving)"):
+            read_manifest(run)
+    with pytest.raises(RunExistsError, match="holds a run already"):
+        make_room(run)
+    assert Run.open(run).rank(0).num_steps == (1 if moment else 3)
+    append(create(run, overwrite=True), range(2), complete=True)
+    assert Run.open(run).rank(0).num_steps == 2
     assert {path.name for path in run.iterdir()} == {"run.json", "programs", "sites", "layouts", "rank-00000"}
 
 
