@@ -17,7 +17,7 @@ NEWEST_PYTHON := 3.14
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo docs causes findings bugs ops-table test test-versions test-slow test-soak mutations lint format clean
+.PHONY: demo docs causes findings bugs ops-table public wheel test test-versions test-slow test-soak mutations lint format clean
 
 # Record a training, verify it, then plant a fault that must be found: only exit status 1, diverged, is right there.
 demo: $(INSTALLED)
@@ -77,6 +77,17 @@ findings: $(INSTALLED)
 # docs/bugs.md, from the READMEs in recipes/gallery.
 bugs: $(INSTALLED)
 	$(BIN)/python tests/bugs_page.py
+
+# tests/public.txt and det_callbacks/schemas: what users of version 1 rely on, as it is now.
+public: $(INSTALLED)
+	$(BIN)/python tests/public.py
+
+# The source distribution and, built from it, the wheel, in dist/; checks the metadata and the contents.
+wheel: $(INSTALLED)
+	rm -rf build dist *.egg-info
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/check-wheel-contents dist/*.whl
 
 # docs/reference/ops-determinism.md: examines each op of torch on this device; some 10 minutes on two cores.
 ops-table: $(INSTALLED)
