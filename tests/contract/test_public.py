@@ -18,8 +18,8 @@ from det_callbacks.digest.host import DIGEST_VERSION
 from det_callbacks.runs.files import FORMAT_VERSION
 
 UPDATE = (
-    "docs/reference/stability.md says which change needs which version: a new line or a new default is a minor "
-    "version, a line that goes is a major one. If the change is meant, run make public, and add it to CHANGELOG.md."
+    "docs/reference/stability.md says which change needs which version: a new line is a minor version, a line "
+    "that goes or changes a major one. If the change is meant, run make public, and add it to CHANGELOG.md."
 )
 
 
@@ -49,17 +49,17 @@ def test_a_verdict_that_is_not_of_its_schema_fails_every_test() -> None:
 
 FROZEN = Path(__file__).parents[1] / "frozen"
 AGAIN = (
-    "FORMAT_VERSION or DIGEST_VERSION has changed. Keep the older folders, which a later version has to read or to "
-    "refuse by name; run tests/frozen/training.py as its docstring says, and add the new folder."
+    "FORMAT_VERSION or DIGEST_VERSION has changed. Keep the older folders, which every later version 1 has to read; "
+    "run tests/frozen/training.py as its docstring says, and add the new folder."
 )
 
 
-@pytest.fixture
-def frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the runs that version 1.0.0 recorded, in the working directory."""
+@pytest.fixture(params=sorted(path.name for path in FROZEN.glob("format-*")))
+def frozen(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of runs that an earlier version recorded, in the working directory; version 1.0.0 made the first."""
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(FROZEN / "format-1", tmp_path / "format-1")
-    return Path("format-1")
+    shutil.copytree(FROZEN / request.param, tmp_path / request.param)
+    return Path(request.param)
 
 
 def test_a_run_of_each_format_is_kept() -> None:
