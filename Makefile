@@ -8,8 +8,9 @@ TRAIN := $(BIN)/python recipes/digits/train.py
 DEMO := demo-run
 CODE := det_callbacks recipes tests noxfile.py
 # Every text is checked for spelling, and the prose of PROSE for usage (tests/prose.py): add det_callbacks once it is clean.
-TEXTS := $(CODE) conf docs README.md CONTRIBUTING.md CHANGELOG.md Makefile mkdocs.yml pyproject.toml
-PROSE := det_callbacks docs recipes/*/README.md README.md CONTRIBUTING.md CHANGELOG.md
+PAGES := README.md CONTRIBUTING.md CHANGELOG.md CODE_OF_CONDUCT.md SECURITY.md
+TEXTS := $(CODE) conf docs .github $(PAGES) CITATION.cff Makefile mkdocs.yml pyproject.toml
+PROSE := det_callbacks docs recipes/*/README.md $(PAGES)
 # That the package is for; pyproject.toml has the oldest, which lint and types are for by themselves.
 NEWEST_PYTHON := 3.14
 
@@ -38,8 +39,9 @@ test: lint
 	$(PYTEST)
 
 # The same tests with each supported pair of torch and Lightning, in environments of their own: some 10 minutes a pair.
+# One of them: make test-versions SESSION='tests(oldest)'
 test-versions: $(INSTALLED)
-	$(BIN)/nox
+	$(BIN)/nox $(if $(SESSION),--session "$(SESSION)")
 
 # Tests of several seconds or more, and the rest of grids.
 test-slow: $(INSTALLED)
