@@ -8,8 +8,9 @@ TRAIN := $(BIN)/python recipes/digits/train.py
 DEMO := demo-run
 CODE := det_callbacks recipes tests noxfile.py
 # Every text is checked for spelling, and the prose of PROSE for usage (tests/prose.py): add det_callbacks once it is clean.
-TEXTS := $(CODE) conf docs README.md CONTRIBUTING.md CHANGELOG.md Makefile mkdocs.yml pyproject.toml
-PROSE := det_callbacks docs recipes/*/README.md README.md CONTRIBUTING.md CHANGELOG.md
+PAGES := README.md CONTRIBUTING.md CHANGELOG.md CODE_OF_CONDUCT.md SECURITY.md
+TEXTS := $(CODE) conf docs .github $(PAGES) CITATION.cff Makefile mkdocs.yml pyproject.toml
+PROSE := det_callbacks docs recipes/*/README.md $(PAGES)
 # That the package is for; pyproject.toml has the oldest, which lint and types are for by themselves.
 NEWEST_PYTHON := 3.14
 
@@ -17,7 +18,7 @@ NEWEST_PYTHON := 3.14
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo docs causes findings bugs ops-table test test-versions test-slow test-soak mutations lint format clean
+.PHONY: demo docs causes findings bugs ops-table public wheel test test-versions test-slow test-soak mutations lint format clean
 
 # Record a training, verify it, then plant a fault that must be found: only exit status 1, diverged, is right there.
 demo: $(INSTALLED)
@@ -38,8 +39,9 @@ test: lint
 	$(PYTEST)
 
 # The same tests with each supported pair of torch and Lightning, in environments of their own: some 10 minutes a pair.
+# One of them: make test-versions SESSION='tests(oldest)'
 test-versions: $(INSTALLED)
-	$(BIN)/nox
+	$(BIN)/nox $(if $(SESSION),--session "$(SESSION)")
 
 # Tests of several seconds or more, and the rest of grids.
 test-slow: $(INSTALLED)
@@ -77,6 +79,17 @@ findings: $(INSTALLED)
 # docs/bugs.md, from the READMEs in recipes/gallery.
 bugs: $(INSTALLED)
 	$(BIN)/python tests/bugs_page.py
+
+# tests/public.txt and det_callbacks/schemas: what users of version 1 rely on, as it is now.
+public: $(INSTALLED)
+	$(BIN)/python tests/public.py
+
+# The source distribution and, built from it, the wheel, in dist/; checks the metadata and the contents.
+wheel: $(INSTALLED)
+	rm -rf build dist *.egg-info
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/check-wheel-contents dist/*.whl
 
 # docs/reference/ops-determinism.md: examines each op of torch on this device; some 10 minutes on two cores.
 ops-table: $(INSTALLED)

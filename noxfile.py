@@ -57,7 +57,7 @@ def hf(session: nox.Session, packages: str) -> None:
     """Run the tests of Hugging Face's Trainer and of Accelerate, the slow ones too; ``--`` is as above."""
     session.install(
         *("-c", others_than(session, BOUND_BY_TRANSFORMERS), *packages.split()),
-        *("-e", ".[hf]", "openmpi", "pytest", "pytest-timeout", "pytest-xdist"),
+        *("-e", ".[hf]", "jsonschema", "openmpi", "pytest", "pytest-timeout", "pytest-xdist"),
     )
     session.run(
         *("python", "-m", "pytest", "-m", "not soak", "-n", "2", *HF_TESTS, *session.posargs),

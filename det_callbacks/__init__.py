@@ -152,8 +152,13 @@ _HOMES = {
 }
 """Public names that are loaded on first use: reading a run needs neither torch nor Lightning."""
 
+__version__: str
+"""The version of the installed distribution, read on first use."""
+
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("importlib.metadata").version("det_callbacks")
     for home, names in _HOMES.items():
         if name in names:
             try:

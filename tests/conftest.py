@@ -7,15 +7,21 @@ from collections.abc import Iterator
 import guards
 import numpy as np
 import pytest
+import schemas
 import torch
 
 # What torch.use_deterministic_algorithms imports when it is first called; the import sets TORCHINDUCTOR_CACHE_DIR and a
 # warning filter of sympy, which would otherwise be charged to whichever test calls it first.
 import torch._inductor.config
 
+from det_callbacks.verdict import Verdict
+
 # The first backward pass of a process starts a thread for each device, and a fork of a process with such threads cannot
 # run one. Without a GPU there is no device yet; once something was compiled, a build with CUDA pretends to have eight.
 torch.ones(1, requires_grad=True).sum().backward()
+
+# Every verdict that a test turns into JSON has the schema that the package ships.
+Verdict.to_dict = schemas.checked(Verdict.to_dict, "verdict")
 
 
 # What was imported stays for good. Without this each collection walks all of it, and so does each seeding.

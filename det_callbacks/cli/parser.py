@@ -28,6 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DetCallbacksError as error:
         print_error(error, name="det-callbacks")
         return error.exit_code
+    except ModuleNotFoundError as error:  # the commands that read runs need few packages, and others may be missing
+        needed = f"This command needs {error.name}, which is not installed: pip install det_callbacks"
+        print_error(CheckError(needed), name="det-callbacks")
+        return CheckError.exit_code
     except BrokenPipeError:  # the reader has gone
         silence_output()
     except OSError as error:  # standard output, or a path; our files raise WriteError

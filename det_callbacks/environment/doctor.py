@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -17,7 +18,10 @@ from det_callbacks.verdict import EnvironmentDifference
 
 State = Literal["in force", "not in force", "too late", "no effect here", "left alone"]
 
-_FACTS = ("cpu.model", "torch.cpu_capability", "torch.num_threads")
+_FACTS = (
+    *("platform.system", "platform.libc", "cpu.architecture", "cpu.model", "cpu.count"),
+    *("torch.cpu_capability", "torch.num_threads", "torch.cuda", "torch.hip"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +90,7 @@ def diagnose(installation: Installation, *, against: Run | None = None) -> Diagn
         installation=installation,
         facts=facts,
         settings=findings,
-        against=None if against is None else str(against.path),
+        against=None if against is None else str(against.path).replace(str(Path.home()), "~"),
         differences=tuple((one, _line_for_entry(one.name, one.reference)) for one in kept),
     )
 

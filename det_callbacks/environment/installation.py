@@ -1,10 +1,18 @@
 """Inspects the installation: versions, broken imports, and missing private names."""
 
+import platform
+import re
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 
-from det_callbacks.internals.versions import TESTED, installed_version, newer_than_tested
+from det_callbacks.internals.versions import OPTIONAL, TESTED, installed_version, newer_than_tested
+
+_PACKAGES = ("det_callbacks", *TESTED, "pytorch_lightning", *OPTIONAL, "hydra-core", "numpy", "pyarrow", "triton")
+# the folders of a path, but not its file: they name users and machines
+_FOLDERS = re.compile(r"(?<![\w.])(?:~|[A-Za-z]:)?[\\/](?:[^\s\\/'\":;,]+[\\/])*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,12 +20,13 @@ class Installation:
     """Problems with the installed versions of torch and Lightning.
 
     Attributes:
+        versions: of Python and of the packages that matter here; None for one that is not installed.
         untested: a sentence for each package newer than any tested version.
         broken: a sentence for each import that fails.
         missing: missing private names, each with what is lost without it.
     """
 
-    versions: dict[str, str | None]
+    versions: Mapping[str, str | None]
     untested: tuple[str, ...]
     broken: tuple[str, ...]
     missing: tuple[str, ...]
@@ -27,11 +36,16 @@ def look_at_installation() -> Installation:
     """Import everything public, and look up each private name; takes a few seconds."""
     broken = _broken()
     return Installation(
-        versions={package: installed_version(package) for package in TESTED},
+        versions={"python": platform.python_version()} | {name: installed_version(name) for name in _PACKAGES},
         untested=tuple(newer_than_tested()),
         broken=broken,
         missing=() if broken else _missing(),
     )
+
+
+def without_folders(text: str) -> str:
+    """Return a text whose paths are only the names of their files, so that it can go into a public report."""
+    return _FOLDERS.sub("", text.replace(str(Path.home()), "~"))
 
 
 def _broken() -> tuple[str, ...]:
@@ -41,7 +55,7 @@ def _broken() -> tuple[str, ...]:
         try:
             getattr(package, name)
         except Exception as error:  # noqa: BLE001  # an import may raise anything
-            names[f"{type(error).__name__}: {error}"].append(name)
+            names[without_folders(f"{type(error).__name__}: {error}")].append(name)
     return tuple(f"{', '.join(several)}: {error}" for error, several in names.items())
 
 

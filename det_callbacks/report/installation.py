@@ -1,5 +1,6 @@
 """What the doctor reports of the installation; needs no package but rich."""
 
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -15,8 +16,13 @@ def broken_to_dict(here: Installation) -> dict[str, Any]:
 
 def broken_report(here: Installation) -> list[Section]:
     """Return the doctor's report in that case."""
-    versions = ", ".join(f"{package} {found or 'not installed'}" for package, found in here.versions.items())
-    return [Section(title=versions, style="bold red", lines=installation_lines(here))]
+    title = versions_line(here, [name for name, found in here.versions.items() if found or name in TESTED])
+    return [Section(title=title, style="bold red", lines=installation_lines(here))]
+
+
+def versions_line(here: Installation, names: Iterable[str]) -> str:
+    """Return these packages with their versions."""
+    return ", ".join(f"{name} {here.versions[name] or 'not installed'}" for name in names)
 
 
 def installation_lines(here: Installation) -> list[str]:

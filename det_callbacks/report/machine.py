@@ -11,7 +11,7 @@ from det_callbacks.compare.arguments import read_arguments
 from det_callbacks.environment.nondeterminism import BEHAVIOURS, OpFact, may_apply
 from det_callbacks.errors import SelectionError
 from det_callbacks.report.console import Section, Table
-from det_callbacks.report.installation import installation_lines
+from det_callbacks.report.installation import installation_lines, versions_line
 from det_callbacks.report.run import head_lines
 from det_callbacks.report.verdict import environment_table
 from det_callbacks.runs.program import StepView
@@ -104,6 +104,9 @@ def doctor_report(diagnosis: "Diagnosis") -> list[Section]:
     versions = {name.removesuffix(".version"): fact for name, fact in facts.items() if name.endswith(".version")}
     shown = ", ".join(f"{name} {version}" for name, version in versions.items())
     head = [f"{shown}; {count(facts['torch.num_threads'], 'thread')} on {place}"]
+    system = (facts[name] for name in ("platform.system", "platform.libc", "cpu.architecture"))
+    others = [name for name, found in diagnosis.installation.versions.items() if found and name not in versions]
+    head += [f"{', '.join(filter(None, system))}; {versions_line(diagnosis.installation, others)}"]
     head += [f"Digests of tensors on {facts['digest']}"] if "digest" in facts else []
     rows = [
         (setting.state, setting.name, f"{setting.wanted}", f"{setting.in_force}", setting.to_do or "-")

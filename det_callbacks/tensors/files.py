@@ -23,7 +23,7 @@ from det_callbacks.runs.files import damaged
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Divergence
 
-TENSORS_FORMAT_VERSION = 2
+TENSORS_FORMAT_VERSION = 1
 
 MIB = 2**20
 REPLAY = "replay"  # tensors that verify restores

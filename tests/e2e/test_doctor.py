@@ -1,16 +1,20 @@
 import json
+import os
 import re
+import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import schemas
 import torch
 from stored_runs import SELECTION
 
 from det_callbacks.cli import main
-from det_callbacks.environment import doctor
+from det_callbacks.environment import doctor, installation
 from det_callbacks.environment.capture import capture_environment
 from det_callbacks.environment.doctor import diagnose
 from det_callbacks.environment.installation import look_at_installation
@@ -100,3 +104,52 @@ def test_another_thread_count_and_version_than_in_the_reference(tmp_path, capsys
         path = recorded(tmp_path / "without", lambda manifest: manifest.pop("settings"))
         assert main(["doctor", "--against", path]) == 2
         assert "does not say which settings were in force" in capsys.readouterr().err
+
+
+# Variables of the environment that settings are about, and that the advice names.
+READ = {"PYTHONHASHSEED", "CUBLAS_WORKSPACE_CONFIG"}
+
+
+def fail_with_paths(name: str) -> Any:
+    """Stand for the package, of which every name fails as a broken installation does."""
+
+    class Broken:
+        __all__ = ("x", "y")
+
+        def __getattr__(self, name: str) -> Any:
+            raise ImportError(f"{Path.home()}/env/libtorch.so: not found (/opt/shared/envs/jane.doe/x.py)")
+
+    return Broken()
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_a_bug_report_has_versions_and_devices_and_nothing_private(
+    is_broken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    home = tmp_path / "users" / "jane.doe"
+    home.mkdir(parents=True)
+    monkeypatch.chdir(home)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("USER", "jane.doe")
+    monkeypatch.setenv("SERVICE_TOKEN", "very-secret")
+    if is_broken:
+        monkeypatch.setattr(installation, "import_module", fail_with_paths)
+    forms = []
+    with enforce_determinism(DeterminismSettings(cublas_workspace_config=None)):
+        for arguments in ([], ["--json"], ["--json", "--against", recorded(home / "run")]):
+            assert main(["doctor", *arguments]) == (2 if is_broken else 0)
+            forms.append(capsys.readouterr().out)
+    for form in forms:
+        for private in ("jane.doe", "very-secret", "SERVICE_TOKEN", socket.gethostname(), sys.prefix, str(tmp_path)):
+            assert private not in form
+        assert not re.search(r"(?<![\w.~])/\w", form), "an absolute path"
+        assert {name for name in os.environ if re.search(rf"\b{name}\b", form)} <= READ
+    content = json.loads(forms[1])
+    schemas.require_schema(content, "doctor")
+    versions = content["installation"]["versions"]
+    assert {"python", "det_callbacks", "torch", "lightning", "hydra-core", "numpy", "transformers"} <= {*versions}
+    if is_broken:
+        assert content["installation"]["broken"] == ["x, y: ImportError: libtorch.so: not found (x.py)"]
+        return
+    assert {"platform.system", "cpu.model", "torch.num_threads", "torch.cuda", "cuda"} <= {*content["facts"]}
+    assert json.loads(forms[2])["against"] == "~/run"

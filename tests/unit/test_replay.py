@@ -250,7 +250,7 @@ def test_every_damaged_byte_and_another_version_are_found(tmp_path: Path, monkey
             reader(tmp_path).exchange(KEY, torch.randn(8), op="op", deferred=None)
     path.write_bytes(content)
     monkeypatch.setattr("det_callbacks.tensors.files.TENSORS_FORMAT_VERSION", 3)
-    with pytest.raises(ReferenceFormatError, match=r"step-000000012.*its format version is 2, and 3 is read here"):
+    with pytest.raises(ReferenceFormatError, match=r"step-000000012.*its format version is 1, and 3 is read here"):
         reader(tmp_path).exchange(KEY, torch.randn(8), op="op", deferred=None)
 
 
@@ -264,7 +264,7 @@ def test_others_can_read_the_file(tmp_path: Path) -> None:
     for one, other in zip(found, tensors, strict=True):
         assert one.dtype in (other.dtype, torch.uint8)
         assert digest_tensor(one) == digest_tensor(other)
-    assert (header["format_version"], header["run_id"], header["step"]) == (2, "run", 12)
+    assert (header["format_version"], header["run_id"], header["step"]) == (1, "run", 12)
     assert header["entries"][KEY]["dtype"] == str(DTYPES[0]).removeprefix("torch.")
 
 

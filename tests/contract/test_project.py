@@ -1,0 +1,84 @@
+"""The files around the package: one version, a changelog that can be read, and workflows that run targets of make."""
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+MAKEFILE = (ROOT / "Makefile").read_text()
+GITHUB = ROOT / ".github"
+
+
+def jobs_of(workflow: Path) -> dict[str, Any]:
+    jobs: dict[str, Any] = yaml.safe_load(workflow.read_text())["jobs"]
+    return jobs
+
+
+def wrong_steps(jobs: dict[str, Any], makefile: str = MAKEFILE) -> list[str]:
+    """Return the commands that are not one target of the Makefile with its variables."""
+    targets = set(re.findall(r"(?m)^([a-z-]+):", makefile))
+    commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    found = {one: re.fullmatch(r"make ([a-z-]+)((?: ([A-Z]+)=(?:'[^']*'|\S+))*)", one) for one in commands}
+    return [
+        one
+        for one, match in found.items()
+        if match is None
+        or match[1] not in targets
+        or not all(f"$({name}" in makefile for name in re.findall(r" ([A-Z]+)=", match[2]))
+    ]
+
+
+def test_workflows_run_targets_of_make_and_nothing_else() -> None:
+    workflows = [*(GITHUB / "workflows").iterdir()]
+    jobs = {name: job for workflow in workflows for name, job in jobs_of(workflow).items()}
+    assert wrong_steps(jobs) == []
+    steps = [step for job in jobs.values() for step in job["steps"]]
+    assert all(step.keys() <= {"run"} or step["uses"].startswith("actions/") for step in steps)
+    assert {"lint", "tests", "slow", "versions", "wheel", "docs"} == {*jobs}
+
+
+@pytest.mark.parametrize(
+    "command", ["pytest", "make nothing", "make lint && true", "make lint\nmake docs", "make test OTHER=1"]
+)
+def test_a_step_that_runs_something_else_is_found(command: str) -> None:
+    assert wrong_steps({"job": {"steps": [{"run": command}]}}) == [command]
+
+
+def test_the_matrix_has_each_session_and_each_tested_python() -> None:
+    jobs = jobs_of(GITHUB / "workflows" / "ci.yml")
+    noxfile = (ROOT / "noxfile.py").read_text()
+    tests, hf = noxfile.split("def tests")
+    sessions = [f"tests({name})" for name in re.findall(r'id="(.*?)"', tests)]
+    sessions += [f"hf({name})" for name in re.findall(r'id="(.*?)"', hf)]
+    assert jobs["versions"]["strategy"]["matrix"]["session"] == sessions
+    tested = jobs["tests"]["strategy"]["matrix"]["python"]
+    page = (ROOT / "docs" / "reference" / "versions.md").read_text()
+    assert f"run on Python {tested[0]} to {tested[-1]};" in page
+
+
+def test_a_bug_report_has_the_output_of_the_doctor() -> None:
+    forms = {path.stem: yaml.safe_load(path.read_text()) for path in (GITHUB / "ISSUE_TEMPLATE").iterdir()}
+    first = forms["bug"]["body"][0]
+    assert "det-callbacks doctor --json" in first["attributes"]["label"]
+    assert first["validations"]["required"]
+    for form in forms.values():
+        assert form["name"]
+        assert form["description"]
+
+
+def test_one_version_is_everywhere_and_the_changelog_begins_with_what_is_not_released() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["version"], citation["license"]) == (PROJECT["version"], PROJECT["license"])
+    assert (citation["title"], citation["abstract"]) == (PROJECT["name"], PROJECT["description"])
+    assert (citation["keywords"], citation["authors"]) == (PROJECT["keywords"], PROJECT["authors"])
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    headings = re.findall(r"(?m)^## (.*)$", changelog)
+    assert headings[:2] == ["[Unreleased]", f"[{PROJECT['version']}] - {citation['date-released']}"]
+    assert all(re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", one) for one in headings[1:])
+    kinds = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    assert {*re.findall(r"(?m)^### (.*)$", changelog)} <= kinds
