@@ -199,7 +199,8 @@ class DeterminismCallback(TrainerCallback):
         CheckpointMismatchError: a checkpoint does not match its digests.
         Exception: any error of Lightning's ``DeterminismCallback``, such as DivergenceError.
 
-    Example:
+    Examples:
+        >>> from transformers import Trainer  # doctest: +SKIP
         >>> callback = DeterminismCallback("refs/run1", mode="record")  # doctest: +SKIP
         >>> Trainer(model, args, train_dataset=data, callbacks=[callback]).train()  # doctest: +SKIP
     """
