@@ -17,7 +17,7 @@ NEWEST_PYTHON := 3.14
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo docs causes findings bugs ops-table test test-versions test-slow test-soak mutations lint format clean
+.PHONY: demo docs causes findings bugs pictures ops-table test test-versions test-slow test-soak mutations lint format clean
 
 # Record a training, verify it, then plant a fault that must be found: only exit status 1, diverged, is right there.
 demo: $(INSTALLED)
@@ -62,9 +62,9 @@ lint: $(INSTALLED)
 	$(BIN)/codespell $(TEXTS)
 	$(BIN)/python tests/prose.py $(PROSE)
 
-# The pages of docs/ as a site, in build/site; needs no network.
+# The pages of docs/ as a site, in build/site; needs no network. With --quiet, --strict would let warnings pass.
 docs: $(INSTALLED)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # docs/reference/causes.md, from the files in det_callbacks/causes.
 causes: $(INSTALLED)
@@ -77,6 +77,10 @@ findings: $(INSTALLED)
 # docs/bugs.md, from the READMEs in recipes/gallery.
 bugs: $(INSTALLED)
 	$(BIN)/python tests/bugs_page.py
+
+# The pictures in docs/, from real runs; needs Chromium.
+pictures: $(INSTALLED)
+	$(BIN)/python tests/pictures.py
 
 # docs/reference/ops-determinism.md: examines each op of torch on this device; some 10 minutes on two cores.
 ops-table: $(INSTALLED)
