@@ -200,9 +200,10 @@ class DeterminismCallback(TrainerCallback):
         Exception: any error of Lightning's ``DeterminismCallback``, such as DivergenceError.
 
     Examples:
-        >>> from transformers import Trainer  # doctest: +SKIP
-        >>> callback = DeterminismCallback("refs/run1", mode="record")  # doctest: +SKIP
-        >>> Trainer(model, args, train_dataset=data, callbacks=[callback]).train()  # doctest: +SKIP
+        >>> callback = DeterminismCallback("refs/run1", mode="record")
+        >>> result = Trainer(model, args, train_dataset=data, callbacks=[callback]).train()
+        {'train_runtime': ...}
+        det_callbacks: recorded 6 steps, ...
     """
 
     def __init__(self, reference: str | Path | None, **arguments: Any) -> None:
