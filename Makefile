@@ -18,7 +18,7 @@ NEWEST_PYTHON := 3.14
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo docs causes findings bugs ops-table public wheel test test-versions test-slow test-soak mutations lint format clean
+.PHONY: demo docs causes findings bugs pictures ops-table public wheel test test-versions test-slow test-soak release-check mutations lint format clean
 
 # Record a training, verify it, then plant a fault that must be found: only exit status 1, diverged, is right there.
 demo: $(INSTALLED)
@@ -47,9 +47,12 @@ test-versions: $(INSTALLED)
 test-slow: $(INSTALLED)
 	$(PYTEST) -m 'slow and not soak'
 
-# Kill storms, soaks and the rest of large grids: before a release, and after changes to what is written to disk.
+# 100,000 damages, 1,050 kills, 20,000 steps, each op of torch: some two hours. Also after changes to what is written to disk.
 test-soak: $(INSTALLED)
-	$(BIN)/python -m pytest -m soak
+	$(PYTEST) -m soak
+
+# Everything that has to pass before a version is tagged; docs/explanation/reliability.md has the figures of the soaks.
+release-check: test test-slow test-soak test-versions wheel docs
 
 # Breaks central lines one at a time and lists which everyday test sees each (tests/mutations.txt); some 6 minutes.
 mutations: $(INSTALLED)
@@ -64,9 +67,9 @@ lint: $(INSTALLED)
 	$(BIN)/codespell $(TEXTS)
 	$(BIN)/python tests/prose.py $(PROSE)
 
-# The pages of docs/ as a site, in build/site; needs no network.
+# The pages of docs/ as a site, in build/site; needs no network. With --quiet, --strict would let warnings pass.
 docs: $(INSTALLED)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # docs/reference/causes.md, from the files in det_callbacks/causes.
 causes: $(INSTALLED)
@@ -90,6 +93,10 @@ wheel: $(INSTALLED)
 	$(BIN)/python -m build --no-isolation
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/check-wheel-contents dist/*.whl
+
+# The pictures in docs/, from real runs; needs Chromium.
+pictures: $(INSTALLED)
+	$(BIN)/python tests/pictures.py
 
 # docs/reference/ops-determinism.md: examines each op of torch on this device; some 10 minutes on two cores.
 ops-table: $(INSTALLED)

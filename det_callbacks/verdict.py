@@ -91,6 +91,13 @@ class Divergence:
             a source (an input, a batch, a weight); None if neither can be proven.
         numbers: the size of the difference; None unless ``keep_tensors`` has its op.
         segment: fit of the run, counted from 0.
+
+    Examples:
+        >>> first = compare_runs("refs/run1", "refs/run2").first_divergence
+        >>> first.step, first.phase, first.op, first.kind
+        (0, 'optimizer', 'aten.add_.Tensor', 'argument')
+        >>> first.name, first.shape, first.dtype, first.is_origin
+        ('weight', (2, 4), 'float32', True)
     """
 
     rank: int
@@ -114,7 +121,17 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """How much was compared; a site is one digested place of one step."""
+    """How much was compared; a site is one digested place of one step.
+
+    Attributes:
+        steps_compared: number of steps, over all ranks.
+        sites_compared: number of sites, over all steps.
+        sites_differing: those that differ or that only one run has.
+
+    Examples:
+        >>> compare_runs("refs/run1", "refs/run1").counts
+        Counts(steps_compared=3, sites_compared=108, sites_differing=0)
+    """
 
     steps_compared: int
     sites_compared: int
@@ -135,6 +152,13 @@ class Coverage:
         metrics: number of compared logged values.
         lost: what the installed torch hid from a run, a sentence each.
         followed: models and optimizers that torch's hooks found, "" if the training named its steps.
+
+    Examples:
+        >>> coverage = compare_runs("refs/run1", "refs/run1").coverage
+        >>> coverage.ranks, coverage.steps, coverage.ops_seen, coverage.ops_digested
+        (1, (0, 2), 72, 36)
+        >>> coverage.ops_skipped
+        {'no_tensors': 12, 'view': 24}
     """
 
     ranks: int
@@ -158,6 +182,11 @@ class EnvironmentDifference:
         is_machine: True for a machine fact (versions, hardware, threads, flags that choose
             kernels), False for a choice (seed, precision, hyperparameter), which never excuses a
             divergence.
+
+    Examples:
+        >>> for entry in compare_runs("refs/run1", "refs/run2").environment:
+        ...     entry.name, entry.reference, entry.current, entry.is_machine
+        ('optimizer.SGD.lr', 0.1, 0.2, False)
     """
 
     name: str
@@ -177,6 +206,18 @@ class Finding:
         ranks: the processes that show it.
         steps: the first and the last step that show it; () for the run as a whole.
         names: parameters, loaders, generators, modules or parts of the batch.
+
+    ``Verdict.findings`` and ``det-callbacks findings RUN --json`` have them.
+
+    Examples:
+        >>> Finding(
+        ...     finding="repeated_order",
+        ...     explanation="Epoch 1 repeats the order of epoch 0: set shuffle=True.",
+        ...     ranks=(0,),
+        ...     steps=(8, 15),
+        ...     names=("train_dataloader",),
+        ... ).finding
+        'repeated_order'
     """
 
     finding: str
@@ -267,9 +308,22 @@ class Numerics:
 class Verdict:
     """Match, diverged or not comparable, with the evidence.
 
-    ``first_divergence`` is the least by step, position and rank. ``evidence`` led to the cause, a line each, in the
-    order of time. ``record_next`` has the arguments of ``DeterminismCallback`` that record what is missing to learn
-    more. ``findings`` of the current run, and ``numerics``, change neither the verdict nor the exit status.
+    Attributes:
+        first_divergence: the earliest difference by step, position and rank; None for a match.
+        origins: the sites at which a difference starts, at most 100.
+        cause: a word from docs/reference/causes.md; None for a match.
+        explanation: what differs and what to do, in one sentence.
+        evidence: what led to the cause, a line each, in the order of time.
+        record_next: the arguments of ``DeterminismCallback`` that record what the verdict lacks, or None.
+        findings: mistakes that the current run shows by itself. Neither they nor ``numerics`` change the verdict.
+        numerics: how far the tensors are apart; None unless ``compare_runs`` was asked for it.
+
+    Examples:
+        >>> verdict = compare_runs("refs/run1", "refs/run2")
+        >>> verdict.verdict, verdict.exit_code, verdict.cause
+        ('diverged', 1, 'settings')
+        >>> Verdict.from_dict(verdict.to_dict()) == verdict
+        True
     """
 
     verdict: VerdictName

@@ -104,9 +104,7 @@ class BitwiseEquivalenceMode:
         EquivalenceError: the op differs and ``raise_on_mismatch`` is set.
         TraceError: the mode is entered twice.
 
-    Example:
-        >>> import torch
-        >>> from det_callbacks import BitwiseEquivalenceMode
+    Examples:
         >>> with BitwiseEquivalenceMode() as mode:
         ...     _ = torch.ones(2, 2) @ torch.rand(2, 2)
         >>> mode.get_mismatches(), mode.num_compared

@@ -29,6 +29,13 @@ class OpMismatch:
         max_ulps: largest distance of two finite elements; None if there are none.
         is_transient: whether the third run agrees with the first or with the second.
         is_uninitialised: whether the op repeats its bits, but reads memory that nothing has written.
+
+    Examples:
+        >>> with BitwiseEquivalenceMode() as mode:
+        ...     _ = noisy(torch.ones(2))
+        >>> (mismatch,) = mode.get_mismatches()
+        >>> mismatch.op, mismatch.num_differing, mismatch.num_elements, mismatch.shape, mismatch.dtype
+        ('examples.noisy.default', 2, 2, (2,), 'float32')
     """
 
     phase: str
@@ -68,6 +75,15 @@ class AuditFinding(OpMismatch):
             "uninitialised" if the op repeats its bits, but depends on unwritten memory.
         steps: steps in which it differed.
         num_places: number of its outputs and occurrences that differed, over all steps.
+
+    Examples:
+        >>> try:
+        ...     train(None, mode="audit", extra=noisy)
+        ... except AuditError as error:
+        ...     (finding,) = error.report.findings
+        det_callbacks: 1 op gave different bits: ...
+        >>> finding.pattern, finding.judgement, finding.steps
+        ('forward/:examples.noisy.default', 'nondeterministic', (0, 1, 2))
     """
 
     judgement: Judgement
@@ -106,6 +122,12 @@ class AuditReport:
         num_compared: number of ops that ran again and were compared, over all steps.
         skipped: reason -> number of ops that did not run again.
         findings: ops that differed, ordered by the first step in which they did.
+
+    Examples:
+        >>> report = train(None, mode="audit").audit_report
+        det_callbacks: every op repeated its bits: ...
+        >>> report.steps, report.num_compared, report.findings, report.replay
+        ((0, 1, 2), 36, (), ())
     """
 
     steps: tuple[int, ...]
@@ -125,7 +147,16 @@ class AuditReport:
 
 
 class EquivalenceError(DetCallbacksError):
-    """An op, described by ``mismatch``, gave different bits when it ran again on the same inputs."""
+    """An op, described by ``mismatch``, gave different bits when it ran again on the same inputs.
+
+    Examples:
+        >>> try:
+        ...     with BitwiseEquivalenceMode(raise_on_mismatch=True):
+        ...         noisy(torch.ones(2))
+        ... except EquivalenceError as error:
+        ...     error.exit_code, error.mismatch.op
+        (1, 'examples.noisy.default')
+    """
 
     exit_code = 1
     _data = ("mismatch",)
@@ -133,7 +164,16 @@ class EquivalenceError(DetCallbacksError):
 
 
 class AuditError(DetCallbacksError):
-    """An audit found ops that do not repeat their bits; ``report`` lists them."""
+    """An audit found ops that do not repeat their bits; ``report`` lists them.
+
+    Examples:
+        >>> try:
+        ...     train(None, mode="audit", extra=noisy)
+        ... except AuditError as error:
+        ...     error.exit_code, error.report.replay
+        det_callbacks: 1 op gave different bits: ...
+        (1, ('forward/:examples.noisy.default',))
+    """
 
     exit_code = 1
     _data = ("report",)

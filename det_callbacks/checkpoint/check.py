@@ -23,6 +23,13 @@ class EntryDifference:
 
     ``kind`` is "content" (different bits or a different value), "structure" (a different shape, dtype
     or type), "missing" (only the reference has it) or "extra".
+
+    Examples:
+        >>> torch.save({"state_dict": {"weight": torch.tensor([1.0, 2.0])}}, "first.ckpt")
+        >>> torch.save({"state_dict": {"weight": torch.tensor([1.0, 2.0000002])}}, "second.ckpt")
+        >>> (entry,) = check_checkpoint("first.ckpt", "second.ckpt").entries
+        >>> entry.name, entry.kind, entry.num_differing, entry.num_elements, entry.max_ulps
+        ('state_dict: weight', 'content', 1, 2, 1)
     """
 
     section: str  # key of the checkpoint, or "files" of a folder
@@ -44,7 +51,25 @@ class EntryDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointReport:
-    """The result of comparing a checkpoint with its digests or with another checkpoint."""
+    """The result of comparing a checkpoint with its digests or with another checkpoint.
+
+    Attributes:
+        path: the checkpoint; the reference, if two were compared.
+        other: the checkpoint compared with it, or None.
+        has_same_bytes: whether the file has the bytes of the other, or of when it was saved.
+        entries: the entries that differ.
+        missing_files: parts of ranks that are missing.
+        sections: section -> number of entries compared.
+        num_tensors: number of tensors compared.
+        num_bytes: size of the file or files.
+        sidecar: the digests beside the checkpoint; None if two checkpoints were compared.
+
+    Examples:
+        >>> torch.save({"state_dict": {"weight": torch.zeros(2)}}, "first.ckpt")
+        >>> report = check_checkpoint("first.ckpt", "first.ckpt")
+        >>> report.equal, report.exit_code, report.num_tensors, report.sections
+        (True, 0, 1, {'state_dict': 1})
+    """
 
     path: str  # the reference, if two checkpoints were compared
     other: str | None = None  # the checkpoint compared with it
@@ -93,9 +118,12 @@ def check_checkpoint(path: str | Path, other: str | Path | None = None) -> Check
         CheckpointNotFoundError: there is no checkpoint, or nothing to compare it with.
         CheckpointFormatError: a checkpoint, or a file of its digests, cannot be read.
 
-    Example:
-        >>> check_checkpoint("checkpoints/last.ckpt").equal  # doctest: +SKIP
-        True
+    Examples:
+        >>> torch.save({"state_dict": {"weight": torch.zeros(2)}}, "first.ckpt")
+        >>> torch.save({"state_dict": {"weight": torch.ones(2)}}, "second.ckpt")
+        >>> report = check_checkpoint("first.ckpt", "second.ckpt")
+        >>> report.equal, [entry.name for entry in report.entries]
+        (False, ['state_dict: weight'])
     """
     place = _existing(path)
     if other is not None:

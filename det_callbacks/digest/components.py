@@ -56,8 +56,7 @@ def digest_tensor(tensor: torch.Tensor) -> int:
             uninitialised).
         DetCallbacksError: the storage is freed, or too small for the tensor.
 
-    Example:
-        >>> import torch
+    Examples:
         >>> weight = torch.arange(6.0).reshape(2, 3)
         >>> digest_tensor(weight) == digest_tensor(weight.t().contiguous().t())
         True

@@ -30,6 +30,13 @@ class StateDigest:
         tensors: name -> digest of its elements, as ``digest_tensor`` returns it and ``det-callbacks
             show`` prints it.
         layouts: name -> dtype and shape, "float32 [64, 768]"; for a number, its type.
+
+    Examples:
+        >>> state = digest_state(torch.nn.Linear(2, 3))
+        >>> state.layouts
+        {'weight': 'float32 [3, 2]', 'bias': 'float32 [3]'}
+        >>> len(state.digest), state == digest_state(torch.nn.Linear(2, 3))  # other weights
+        (16, False)
     """
 
     digest: str
@@ -39,8 +46,7 @@ class StateDigest:
     def differing(self, other: "StateDigest") -> tuple[str, ...]:
         """Return the names that differ or are in one state only, in the order of this state.
 
-        Example:
-            >>> import torch
+        Examples:
             >>> weights = {"a": torch.zeros(2), "b": torch.ones(2)}
             >>> digest_state(weights).differing(digest_state({**weights, "a": torch.ones(2)}))
             ('a',)
@@ -66,8 +72,7 @@ def digest_state(state: nn.Module | Mapping[Any, Any]) -> StateDigest:
             fake, uninitialised).
         DetCallbacksError: a tensor's storage is freed, or two entries have the same name.
 
-    Example:
-        >>> import torch
+    Examples:
         >>> model = torch.nn.Linear(2, 3)
         >>> digest_state(model) == digest_state(model.state_dict())
         True

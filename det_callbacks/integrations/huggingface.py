@@ -199,9 +199,11 @@ class DeterminismCallback(TrainerCallback):
         CheckpointMismatchError: a checkpoint does not match its digests.
         Exception: any error of Lightning's ``DeterminismCallback``, such as DivergenceError.
 
-    Example:
-        >>> callback = DeterminismCallback("refs/run1", mode="record")  # doctest: +SKIP
-        >>> Trainer(model, args, train_dataset=data, callbacks=[callback]).train()  # doctest: +SKIP
+    Examples:
+        >>> callback = DeterminismCallback("refs/run1", mode="record")
+        >>> result = Trainer(model, args, train_dataset=data, callbacks=[callback]).train()
+        {'train_runtime': ...}
+        det_callbacks: recorded 6 steps, ...
     """
 
     def __init__(self, reference: str | Path | None, **arguments: Any) -> None:

@@ -162,13 +162,17 @@ class TrainingRun(FollowedRun):
         Exception: at the end of a step or of the block, any error of ``DeterminismCallback``, such as
             DivergenceError.
 
-    Example:
-        >>> with TrainingRun("refs/run1", mode="record", model=model, optimizers=optimizer) as run:  # doctest: +SKIP
+    Examples:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> loader = [torch.ones(3, 4), torch.zeros(3, 4)]
+        >>> with TrainingRun("refs/run3", mode="record", model=model, optimizers=optimizer) as run:
         ...     for batch in run.batches(loader):
         ...         with run.step(batch):
-        ...             model(batch).mean().backward()
+        ...             model(batch).square().mean().backward()
         ...             optimizer.step()
         ...             optimizer.zero_grad()
+        det_callbacks: recorded 2 steps, ...
     """
 
     called = "TrainingRun"

@@ -82,9 +82,7 @@ def compare_modules(
         NothingComparedError: there was no tensor to compare.
         TypeError, ValueError: an argument is wrong, or a module cannot be copied.
 
-    Example:
-        >>> import torch
-        >>> from det_callbacks import compare_modules
+    Examples:
         >>> layer = torch.nn.LayerNorm(8)
         >>> report = compare_modules(layer, torch.nn.LayerNorm(8, eps=1e-3), torch.randn(4, 8), iterations=2)
         >>> report.equal, report.close, report.first.phase, report.first.name
@@ -188,9 +186,7 @@ def compare_compiled(
         ValueError: the module is already compiled, or the backend takes no mode.
         ModuleRunError, TypeError: see ``compare_modules``.
 
-    Example:
-        >>> import torch
-        >>> from det_callbacks import compare_compiled
+    Examples:
         >>> compare_compiled(torch.nn.Linear(4, 2), torch.randn(3, 4), backend="eager", iterations=2).equal
         True
     """

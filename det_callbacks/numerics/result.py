@@ -38,6 +38,12 @@ class TensorComparison:
     ``phase``: "initial" is the state before the first iteration, "module" the output of a submodule; "parameter" and
     "buffer" have the values after the optimizer's step. ``kind``: "equal" (the same bits), "content" (different bits),
     "structure" (different shape or dtype), "missing" (not in the control) or "extra" (only in the control).
+
+    Examples:
+        >>> layer = torch.nn.LayerNorm(8)
+        >>> worst = compare_modules(layer, torch.nn.LayerNorm(8, eps=1e-3), torch.ones(4, 8).cumsum(1)).worst
+        >>> worst.kind, worst.equal, worst.close, worst.excess > 1
+        ('content', False, False, True)
     """
 
     iteration: int  # counted from 0
@@ -85,6 +91,12 @@ class NumericsReport:
         control: the same for the control.
         comparisons: all tensors of all ``num_iterations`` iterations, in the order of the computation.
         notes: further remarks, such as what was not compared and how much was compiled.
+
+    Examples:
+        >>> layer = torch.nn.Linear(4, 2)
+        >>> report = compare_modules(layer, layer, torch.ones(3, 4), iterations=2)
+        >>> report.equal, report.close, report.worst
+        (True, True, None)
     """
 
     base: str
@@ -158,7 +170,16 @@ class NumericsReport:
 
 
 class NumericsError(DetCallbacksError, AssertionError):
-    """Two modules differ by more than the tolerance; ``report`` holds all comparisons."""
+    """Two modules differ by more than the tolerance; ``report`` holds all comparisons.
+
+    Examples:
+        >>> first, second = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)  # with different weights
+        >>> try:
+        ...     compare_modules(first, second, torch.ones(3, 4)).assert_close()
+        ... except NumericsError as error:
+        ...     error.exit_code, error.report.first.name
+        (1, 'weight')
+    """
 
     exit_code = 1
     _data = ("report",)

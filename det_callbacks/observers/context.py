@@ -54,18 +54,16 @@ class ObserverContext:
 
     Raises:
         ValueError: the name is not a valid folder name.
-        TraceError, RunExistsError, ReferenceNotFoundError, ReferenceFormatError, RunInUseError,
-        WriteError: on entry.
+        TraceError: another observer is active, on entry.
+        RunExistsError, ReferenceNotFoundError, ReferenceFormatError: a run is in the way, missing or damaged.
+        RunInUseError, WriteError: the folder cannot be written.
         DivergenceError, NotComparableError: with ``raise_on_mismatch``; ``.verdict`` has the place.
         NothingComparedError: nothing was observed, or nothing was compared (at the end).
 
-    Example:
-        >>> import tempfile, torch
-        >>> from det_callbacks import observe
-        >>> folder = tempfile.mkdtemp()
-        >>> with ObserverContext(folder, "first"):
+    Examples:
+        >>> with ObserverContext("runs", "first"):
         ...     _ = observe("x", torch.ones(2))
-        >>> with ObserverContext(folder, "second", reference=f"{folder}/first") as observer:
+        >>> with ObserverContext("runs", "second", reference="runs/first") as observer:
         ...     _ = observe("x", torch.ones(2))
         >>> observer.verdict.verdict
         'match'

@@ -37,9 +37,10 @@ def observe(name: str, tree: _Tree) -> _Tree:
         TypeError, ValueError: the name is not such text, or a leaf is neither a tensor nor a plain
             value.
 
-    Example:
-        >>> import torch
-        >>> observe("input", torch.ones(2))
+    Examples:
+        >>> with ObserverContext("runs", "first"):
+        ...     _ = observe("input", {"ids": torch.tensor([1, 2])})
+        >>> observe("input", torch.ones(2))  # no observer is active: does nothing
         tensor([1., 1.])
     """
     sink = REGISTRY.sink
@@ -61,6 +62,12 @@ def observe_non_deterministic(name: str, tree: _Tree) -> _Tree:
         ReplayError: the value exceeds the budget (when recording).
         ReferenceFormatError: the saved value is damaged or missing, or does not fit although the step
             did not differ.
+
+    Examples:
+        >>> with ObserverContext("runs", "first"):
+        ...     recorded = observe_non_deterministic("noise", torch.rand(2))
+        >>> with ObserverContext("runs", "second", reference="runs/first"):
+        ...     assert torch.equal(recorded, observe_non_deterministic("noise", torch.rand(2)))
     """
     sink = REGISTRY.sink
     return tree if sink is None else _observe(sink, name, tree, is_replayed=True)
@@ -75,6 +82,11 @@ def observe_grad(name: str, tensor: Tensor) -> Tensor:
 
     Raises:
         TypeError, ValueError: the name is invalid, see ``observe``, or the value is not a tensor.
+
+    Examples:
+        >>> weight = torch.ones(2, requires_grad=True)
+        >>> with ObserverContext("runs", "first"):
+        ...     observe_grad("weight", weight).square().sum().backward()
     """
     if (sink := REGISTRY.sink) is not None:
         _gradient(sink, name, tensor, is_replayed=False, is_compiled=torch.compiler.is_compiling())
@@ -86,6 +98,21 @@ def observe_non_deterministic_grad(name: str, tensor: Tensor) -> Tensor:
 
     Otherwise like ``observe_grad``. The backward pass raises the errors of
     ``observe_non_deterministic``.
+
+    Raises:
+        TypeError, ValueError: the name is invalid, see ``observe``, or the value is not a tensor.
+
+    Examples:
+        >>> def gradient(factor):
+        ...     x = torch.ones(2, requires_grad=True)
+        ...     observe_non_deterministic_grad("x", x * 1).mul(factor).sum().backward()
+        ...     return x.grad
+        >>> with ObserverContext("runs", "first"):
+        ...     gradient(torch.tensor(2.0))
+        tensor([2., 2.])
+        >>> with ObserverContext("runs", "second", reference="runs/first"):
+        ...     gradient(torch.tensor(3.0))
+        tensor([2., 2.])
     """
     if (sink := REGISTRY.sink) is not None:
         _gradient(sink, name, tensor, is_replayed=True, is_compiled=torch.compiler.is_compiling())
@@ -97,6 +124,14 @@ def enable_hash_mode() -> ExitStack:
     """Open a region that records every op; close it with ``disable_hash_mode`` or a ``with`` block.
 
     Regions nest. Without an active observer this does nothing.
+
+    Returns:
+        A context manager that closes the region.
+
+    Examples:
+        >>> with ObserverContext("runs", "first"):
+        ...     with enable_hash_mode():
+        ...         _ = torch.ones(2) + 1
     """
     if REGISTRY.sink is not None:
         REGISTRY.sink.enable_ops()
@@ -111,6 +146,12 @@ def disable_hash_mode() -> None:
 
     Raises:
         TraceError: no region is open.
+
+    Examples:
+        >>> with ObserverContext("runs", "first"):
+        ...     _ = enable_hash_mode()
+        ...     _ = torch.ones(2) + 1
+        ...     disable_hash_mode()
     """
     if REGISTRY.sink is not None:
         REGISTRY.sink.region.leave()

@@ -32,7 +32,20 @@ class ReplicaValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaDifference:
-    """A tensor that differs between ranks that should have equal ones."""
+    """A tensor that differs between ranks that should have equal ones.
+
+    Attributes:
+        name: parameter, buffer or optimizer state, such as "exp_avg of net.head.weight".
+        values: each value with its ``digest`` (16 hexadecimal digits), its ``layout`` ("float32 [64, 768]") and the
+            ``ranks`` that have it; most ranks first, then the lowest rank.
+
+    Examples:
+        >>> from det_callbacks.ranks.replicas import ReplicaValue
+        >>> majority = ReplicaValue(digest="535596f4196671ab", layout="float32 [2]", ranks=(0, 2, 3))
+        >>> other = ReplicaValue(digest="5775e421b7689c50", layout="float32 [2]", ranks=(1,))
+        >>> ReplicaDifference(name="net.bias", values=(majority, other)).is_tie
+        False
+    """
 
     name: str  # "net.head.weight", "exp_avg of net.head.weight"
     values: tuple[ReplicaValue, ...]  # by number of ranks, then by lowest rank
@@ -45,7 +58,20 @@ class ReplicaDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaReport:
-    """The outcome of one comparison of replicas; equal on all ranks, except the counts."""
+    """The outcome of one comparison of replicas; equal on all ranks, except the counts.
+
+    Attributes:
+        step: training batch after which the replicas were compared; -1 before the first.
+        last_agreement: the last step at which all replicas agreed, or None.
+        world_size: number of processes.
+        num_compared: tensors and numbers that another rank also holds.
+        left_out: reason -> number of tensors not compared.
+        differences: the tensors that differ; a sharded tensor has one entry for each shard.
+
+    Examples:
+        >>> ReplicaReport(step=99, last_agreement=99, world_size=2, num_compared=12, left_out={}, differences=()).equal
+        True
+    """
 
     step: int  # -1 before the first
     last_agreement: int | None  # last step at which all replicas agreed, if any
@@ -61,7 +87,15 @@ class ReplicaReport:
 
 
 class ReplicaError(DetCallbacksError):
-    """Replicas differ; ``report`` has the tensors, the ranks, and the last agreement."""
+    """Replicas differ; ``report`` has the tensors, the ranks, and the last agreement.
+
+    Attributes:
+        report: the ReplicaReport.
+
+    Examples:
+        >>> ReplicaError.exit_code
+        1
+    """
 
     exit_code = 1
     _data = ("report",)

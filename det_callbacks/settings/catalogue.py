@@ -259,7 +259,7 @@ class DeterminismSettings:
     Raises:
         SettingsError: a value is not allowed; the message names it and the allowed values.
 
-    Example:
+    Examples:
         >>> DeterminismSettings(seed=0).deterministic_algorithms
         'error'
     """

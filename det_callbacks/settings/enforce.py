@@ -92,7 +92,7 @@ def enforce_determinism(settings: DeterminismSettings | Mapping[str, Any]) -> En
         SettingsError: a value is not allowed, or can no longer take effect; nothing is changed. If the
             value needs a restart, the message has the command line.
 
-    Example:
+    Examples:
         >>> with enforce_determinism(DeterminismSettings(seed=0)):
         ...     first = torch.rand(2)
         >>> with enforce_determinism(DeterminismSettings(seed=0)):

@@ -51,9 +51,7 @@ class HashMode:
         SelectionError: an argument has a value that is not allowed.
         TraceError: the mode is already entered.
 
-    Example:
-        >>> import torch
-        >>> from det_callbacks import HashMode
+    Examples:
         >>> with HashMode() as mode:
         ...     _ = torch.ones(2, 2) @ torch.ones(2, 2)
         >>> [site.op for site in mode.trace.program.sites if site.role == "output"]

@@ -87,9 +87,11 @@ def compare_runs(
         NothingComparedError: the runs have no step in common, or no site.
         ValueError: ``steps`` has another value.
 
-    Example:
-        >>> compare_runs("refs/run1", "runs/today").verdict  # doctest: +SKIP
+    Examples:
+        >>> compare_runs("refs/run1", "refs/run1").verdict
         'match'
+        >>> compare_runs("refs/run1", "refs/run2").cause
+        'settings'
     """
     if steps not in ("all", "common"):
         raise ValueError(f'steps must be "all" or "common"; got {steps!r}.')

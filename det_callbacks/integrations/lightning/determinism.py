@@ -86,8 +86,17 @@ class DeterminismCallback(FollowedRun, pl.Callback):
         CheckpointMismatchError, CheckpointFormatError: a checkpoint does not match its digests.
         NotResumableError: a checkpoint cannot be resumed to the same run.
 
-    Example:
-        >>> trainer = Trainer(callbacks=[DeterminismCallback("refs/run1", mode="record")])  # doctest: +SKIP
+    Examples:
+        >>> def fit(mode):
+        ...     with enforce_determinism({"seed": 0}):
+        ...         callback = DeterminismCallback("refs/boring", mode=mode)
+        ...         Trainer(callbacks=[callback], max_steps=3, **quiet).fit(BoringModel())
+        ...     return callback.verdict
+        >>> fit("record")
+        det_callbacks: recorded 3 steps, ...
+        >>> fit("verify").verdict
+        det_callbacks: match: verified 3 steps, ...
+        'match'
     """
 
     _training: LightningTraining

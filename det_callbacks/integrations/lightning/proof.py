@@ -66,12 +66,14 @@ def prove_resume(
             strategy spawns processes.
         NotResumableError: the checkpoint cannot be resumed exactly; the message has the reasons.
 
-    Example:
-        >>> from lightning.pytorch import Trainer
-        >>> from lightning.pytorch.demos.boring_classes import BoringModel
-        >>> data = BoringModel().train_dataloader
-        >>> verdict = prove_resume(Trainer, BoringModel, data, stop_at=3, steps=6)  # doctest: +SKIP
-        >>> verdict.verdict  # doctest: +SKIP
+    Examples:
+        >>> def make_trainer():
+        ...     return Trainer(max_steps=4, **quiet)
+        >>> loader = BoringModel().train_dataloader
+        >>> with enforce_determinism({"seed": 0}):
+        ...     verdict = prove_resume(make_trainer, BoringModel, loader, stop_at=2, steps=4)
+        det_callbacks: recorded 4 steps, ...
+        >>> verdict.verdict
         'match'
     """
     if type(stop_at) is not int or type(steps) is not int or not 0 < stop_at < steps:

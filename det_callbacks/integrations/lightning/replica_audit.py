@@ -46,8 +46,10 @@ class ReplicaAuditCallback(Replicas, Callback):
         NothingComparedError: no parameter has a replica, or the fit had nothing to train.
         RankError: a rank failed, is at a different step, or does not respond.
 
-    Example:
-        >>> trainer = Trainer(strategy="ddp", devices=2, callbacks=[ReplicaAuditCallback()])  # doctest: +SKIP
+    Examples:
+        >>> callback = ReplicaAuditCallback(every_n_steps=1)
+        >>> trainer = Trainer(strategy="ddp_fork", devices=2, max_steps=2, callbacks=[callback], **quiet)
+        >>> trainer.fit(BoringModel())
     """
 
     def __init__(

@@ -1,0 +1,73 @@
+"""The examples in the docstrings of the public names, run as docs/reference/api.md says."""
+
+import doctest
+import re
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import det_callbacks
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "api.md"
+(SETUP,) = re.findall(r"(?s)```python\n(.*?)```", PAGE.read_text())
+OPTIONS = doctest.ELLIPSIS
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*dataloader is not resumable"),
+    pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec.* is deprecated"),
+]
+
+
+def examples_of(name: str) -> list[doctest.DocTest]:
+    """Return the examples of a public name and of its methods."""
+    found = doctest.DocTestFinder(exclude_empty=True).find(getattr(det_callbacks, name), name, globs={})
+    return [test for test in found if test.examples]
+
+
+@pytest.fixture(scope="module")
+def setup(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """What the page tells a reader to run first: the folder that it leaves, and the names."""
+    folder = tmp_path_factory.mktemp("setup")
+    names = {name: getattr(det_callbacks, name) for name in det_callbacks.__all__}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        exec(SETUP, names)
+    return folder, names
+
+
+NAMES = [
+    pytest.param(name, marks=[pytest.mark.ddp] if name == "ReplicaAuditCallback" else [])
+    for name in det_callbacks.__all__
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_examples_of_a_name_run(
+    name: str,
+    setup: tuple[Path, dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    environment_again: None,
+) -> None:
+    folder, names = setup
+    tests = examples_of(name)
+    assert tests, f"{name} has no example"
+    shutil.copytree(folder, tmp_path / "run")
+    monkeypatch.chdir(tmp_path / "run")
+    said: list[str] = []
+    with warnings.catch_warnings():
+        for test in tests:
+            assert not any(example.options.get(doctest.SKIP) for example in test.examples), f"{name} skips its example"
+            test.globs = dict(names)
+            doctest.DocTestRunner(optionflags=OPTIONS).run(test, out=said.append)
+    assert not said, "".join(said)
+
+
+def test_an_example_can_fail() -> None:
+    test = doctest.DocTestParser().get_doctest(">>> 1 + 1\n3\n", {}, "wrong", None, 0)
+    said: list[str] = []
+    assert doctest.DocTestRunner(optionflags=OPTIONS).run(test, out=said.append).failed == 1
+    assert "Expected:" in "".join(said)
