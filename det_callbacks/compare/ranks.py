@@ -144,11 +144,9 @@ class RankWalk:
         kinds: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
         for *kind, step in known:
             kinds[tuple(kind)].append(step)
-        for run in (self.reference, self.current):
-            for step in {*(steps[0] for steps in kinds.values()), known[-1][-1]}:
-                run.view(rank, segment, step)
-        for (program_id, *_), steps in kinds.items():
-            program = self.current.program(program_id)
+        self.views(rank, segment, known[-1][-1])
+        for steps in kinds.values():
+            program = self.views(rank, segment, steps[0])[1].program
             tally.count(steps, program, len(program) * len(steps))
 
 

@@ -3,8 +3,9 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -53,12 +54,14 @@ LAYOUT_SCHEMA = pa.schema(
     }
 )
 
+_SHARED = 4
+"""How many programs and layouts are kept by their files' content: two runs that are compared have the same ones."""
+
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / the golden ratio, as in Fibonacci hashing
 
 READ_ERRORS = (msgspec.MsgspecError, pa.ArrowException, OSError, ValueError, KeyError, TypeError, RecursionError)
 
 Content = TypeVar("Content")
-Table = TypeVar("Table")
 
 
 def damaged(path: Path, what: object) -> ReferenceFormatError:
@@ -153,7 +156,8 @@ class SiteTable:
 
 
 def _read_sites(path: Path) -> list[SiteRow]:
-    def make(table: pa.Table) -> list[SiteRow]:
+    def make(content: bytes) -> list[SiteRow]:
+        table = _table_of(content, SITE_SCHEMA)
         ids = table.column("site").to_pylist()
         rows = [SiteRow.of(msgspec.convert(row, Site)) for row in table.drop_columns(["site"]).to_pylist()]
         if [row.id for row in rows] != ids or table_name(
@@ -162,31 +166,42 @@ def _read_sites(path: Path) -> list[SiteRow]:
             raise ValueError("its content is not what its name says")
         return rows
 
-    return _read_table(path, SITE_SCHEMA, make)
+    return _read(path, make)
 
 
 def read_program(folder: Path, sites: SiteTable, identity: int) -> Program:
     """Return a program; raise ReferenceFormatError if its file is damaged or of another version."""
 
-    def make(table: pa.Table) -> Program:
-        metadata = table.schema.metadata
-        counts = json.loads(metadata[b"counts"])
-        ids, inputs = table.column("site").combine_chunks(), table.column("inputs").combine_chunks()
-        if metadata[b"digest"].decode() != _counts_digest(ids.to_numpy(), counts):
-            raise ValueError("its sites or counts are not what its digest says")
+    def make(content: bytes) -> Program:
+        ids, num_read, read, counts = _program_columns(content)
         try:
-            rows = sites.rows(ids.to_pylist())
+            rows = sites.rows(ids)
         except KeyError as error:
             raise ValueError(f"none of the files in {folder / SITES} has its site {error}") from error
-        num_read = inputs.value_lengths().to_numpy()
-        read = inputs.flatten().to_numpy()
-        convert = msgspec.convert(counts, _Counts)
-        program = Program(rows=rows, num_read=num_read, read=read, **{name: getattr(convert, name) for name in counts})
+        program = Program(rows=rows, num_read=num_read, read=read, **counts)
         if program.id != identity:
             raise ValueError("its content is not what its name says")
         return program
 
-    return _read_table(table_path(folder, PROGRAMS, identity), PROGRAM_SCHEMA, make)
+    return _read(table_path(folder, PROGRAMS, identity), make)
+
+
+class _Columns(NamedTuple):
+    ids: list[int]
+    num_read: np.ndarray
+    read: np.ndarray
+    counts: dict[str, Any]
+
+
+@lru_cache(_SHARED)
+def _program_columns(content: bytes) -> _Columns:
+    table = _table_of(content, PROGRAM_SCHEMA)
+    counts = json.loads(table.schema.metadata[b"counts"])
+    ids, inputs = table.column("site").combine_chunks(), table.column("inputs").combine_chunks()
+    if table.schema.metadata[b"digest"].decode() != _counts_digest(ids.to_numpy(), counts):
+        raise ValueError("its sites or counts are not what its digest says")
+    num_read, read = inputs.value_lengths().to_numpy(), inputs.flatten().to_numpy()
+    return _Columns(ids.to_pylist(), num_read, read, msgspec.structs.asdict(msgspec.convert(counts, _Counts)))
 
 
 class _Counts(msgspec.Struct, forbid_unknown_fields=True):
@@ -197,21 +212,26 @@ class _Counts(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_layout(folder: Path, identity: int) -> Layout:
-    """Return a layout; raise ReferenceFormatError if its file is damaged or of another version.
+    """Return a layout; raise ReferenceFormatError if its file is damaged or of another version."""
 
-    Most sites share a layout, so this makes and digests each distinct one once.
-    """
-
-    def make(table: pa.Table) -> Layout:
-        first_rows, kinds = _distinct_rows(table)
-        rows = [None if row["dtype"] is None else row for row in table.take(first_rows).to_pylist()]
-        distinct = msgspec.convert({"entries": rows}, Layout).entries
-        digests = np.array([entry_digest(entry) for entry in distinct], dtype=np.uint64)
-        if layout_id(digests[kinds]) != identity:
+    def make(content: bytes) -> Layout:
+        layout, found = _layout_of(content)
+        if found != identity:
             raise ValueError("its content is not what its name says")
-        return Layout(tuple(map(distinct.__getitem__, kinds.tolist())))
+        return layout
 
-    return _read_table(table_path(folder, LAYOUTS, identity), LAYOUT_SCHEMA, make)
+    return _read(table_path(folder, LAYOUTS, identity), make)
+
+
+@lru_cache(_SHARED)
+def _layout_of(content: bytes) -> tuple[Layout, int]:
+    """Return a layout and its id. Most sites share an entry, so this makes and digests each distinct one once."""
+    table = _table_of(content, LAYOUT_SCHEMA)
+    first_rows, kinds = _distinct_rows(table)
+    rows = [None if row["dtype"] is None else row for row in table.take(first_rows).to_pylist()]
+    distinct = msgspec.convert({"entries": rows}, Layout).entries
+    digests = np.array([entry_digest(entry) for entry in distinct], dtype=np.uint64)
+    return Layout(tuple(map(distinct.__getitem__, kinds.tolist()))), layout_id(digests[kinds])
 
 
 def _distinct_rows(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
@@ -286,24 +306,29 @@ def _write_table(path: Path, schema: pa.Schema, columns: dict[str, Any], **metad
     replace_atomically(path, sink.getvalue().to_pybytes())
 
 
-def _read_table(path: Path, schema: pa.Schema, make: Callable[[pa.Table], Table]) -> Table:
-    """Return the result of ``make`` for a table; ``make`` raises ValueError if the content is wrong."""
+def _read(path: Path, make: Callable[[bytes], Content]) -> Content:
+    """Return the result of ``make`` for a file's content; ``make`` raises ValueError if the content is wrong."""
     try:
-        # pq.read_table would load pyarrow.dataset, which takes longer
-        table = pq.ParquetFile(pa.BufferReader(path.read_bytes())).read(use_threads=False)
-        table.validate(full=True)
-        version = (table.schema.metadata or {}).get(b"format_version")
-        if version != str(FORMAT_VERSION).encode():
-            raise ValueError(f"it has format version {version!r} instead of {FORMAT_VERSION}")
-        if not table.schema.equals(schema):
-            raise ValueError("its columns are others than a run's")
-        if not np.array_equal(table.column("position"), np.arange(len(table))):
-            raise ValueError("its rows are not in order")
-        return make(table.drop_columns(["position"]))
+        return make(path.read_bytes())
     except ReferenceFormatError:  # from another file, which ``make`` reads
         raise
     except READ_ERRORS as error:
         raise damaged(path, error) from error
+
+
+def _table_of(content: bytes, schema: pa.Schema) -> pa.Table:
+    """Return the columns of a table but ``position``; raise ValueError if it is not a whole one of this version."""
+    # pq.read_table would load pyarrow.dataset, which takes longer
+    table = pq.ParquetFile(pa.BufferReader(content)).read(use_threads=False)
+    table.validate(full=True)
+    version = (table.schema.metadata or {}).get(b"format_version")
+    if version != str(FORMAT_VERSION).encode():
+        raise ValueError(f"it has format version {version!r} instead of {FORMAT_VERSION}")
+    if not table.schema.equals(schema):
+        raise ValueError("its columns are others than a run's")
+    if not np.array_equal(table.column("position"), np.arange(len(table))):
+        raise ValueError("its rows are not in order")
+    return table.drop_columns(["position"])
 
 
 def _counts_digest(sites: np.ndarray, counts: Mapping[str, Any]) -> str:

@@ -209,7 +209,7 @@ class Program:
     @cached_property
     def arguments(self) -> np.ndarray:
         """Positions of the sites of role argument, int64."""
-        return np.flatnonzero(self.roles == "argument")
+        return np.flatnonzero([row.site.role == "argument" for row in self.rows])
 
     @cached_property
     def phases(self) -> np.ndarray:
