@@ -1,9 +1,9 @@
 """The first op that differs read memory that was allocated in the step and that no recorded op wrote.
 
 Example:
-    Step 0, forward: aten.clone.default in net at train.py:9 in forward produced different bits;
-    it reads a tensor (float32 [8]) that was only partly written after its allocation. Write all
-    of the tensor, or allocate it with torch.zeros. If NumPy or a raw kernel writes it, the
+    Step 0, forward: aten.clone.default in net (train.py:9, forward) produced different bits; it
+    reads a tensor (float32 [8]) that was only partly written after its allocation. Write all of
+    the tensor, or allocate it with torch.zeros. If NumPy or a raw kernel writes it, the
     recorder cannot see that write.
 """
 

@@ -108,8 +108,8 @@ def compare_numerics(
     for run in (reference, current):
         if not run.manifest.keep_tensors:
             raise SelectionError(
-                f"{run.path} kept no tensors, so by how much it differs cannot be told. Record the same training with "
-                "them, into another folder: det-callbacks record RUN --only-steps 0 --keep '*' -- python train.py"
+                f"{run.path} kept no tensors, so differences cannot be measured. Record it with tensors, into another "
+                "folder: det-callbacks record RUN --only-steps 0 --keep '*' -- python train.py"
             )
     found, counts, num_default = list[SiteNumerics](), Counter[str](), 0
     for views, kept in _common_steps(reference, current):

@@ -416,7 +416,7 @@ def _without_starts(environment: Sequence[EnvironmentDifference]) -> list[Enviro
 
 
 def _environment_notes(environment: Sequence[EnvironmentDifference], verdict: VerdictName) -> list[str]:
-    """Return the sentences on the code, the choices and the machine that differ."""
+    """Return sentences on differences in code, settings and machine."""
     changing = [entry for entry in environment if entry.changes_bits]
     changing.sort(key=lambda entry: not entry.name.startswith("settings."))
     choices = both_values([entry for entry in changing if not entry.is_machine])
@@ -426,7 +426,7 @@ def _environment_notes(environment: Sequence[EnvironmentDifference], verdict: Ve
     notes = []
     if verdict != "match":
         notes += code_lines(environment)
-        notes += [f"Choices differ: {choices}"] if choices else []
+        notes += [f"Settings differ: {choices}"] if choices else []
     elif starts:
         notes.append(
             f"Generators that had a different state at the start of the fit and changed no bit: {listed(starts)}"
