@@ -33,7 +33,7 @@ def find(facts: Facts) -> Answer | None:
 
 
 def _explain(facts: Facts) -> str | None:
-    """Return the sentence on the first unwritten tensor that the op read; None if it read none."""
+    """Return the sentence on the first unwritten tensor that the op read, or None if it read none."""
     first, difference = facts.first, facts.difference
     program, position = difference.side(first.row)
     view = difference.current if program is difference.current.program else difference.reference

@@ -73,7 +73,7 @@ class Rounding:
         return cls(path=path, bounds=bounds)
 
     def bound(self, site: Divergence, dtype: str) -> float | None:
-        """Return the relative error to tolerate at a site; None if it was not measured."""
+        """Return the relative error to tolerate at a site, or None if it was not measured."""
         known = self.bounds.get(_place(site))
         return None if known is None else MARGIN * max(known, epsilon(dtype))
 
@@ -374,7 +374,7 @@ class _StepNumerics:
         )
 
     def _growth(self, row: _Row, read: _Error, known: Measure) -> float | None:
-        """Return an error as a multiple of the error that explains it; None if it has no number.
+        """Return an error as a multiple of the error that explains it, or None if it has no number.
 
         A sum whose terms cancel has a large relative error, but an absolute error like those of its n terms: about
         sqrt(n) times as large if these are independent.
@@ -392,7 +392,7 @@ class _StepNumerics:
 
 
 def _joined(tensors: Sequence[SavedTensor], shape: tuple[int, ...]) -> SavedTensor | None:
-    """Return the tensors, joined along the axis that yields this shape; None if no axis does."""
+    """Return the tensors, joined along the axis that yields this shape, or None if no axis does."""
     one = tensors[0]
     if len(tensors) == 1:
         return one
@@ -414,7 +414,7 @@ def _multiple(error: float | None, bound: float) -> float:
 
 
 def _root_mean_square(saved: SavedTensor) -> float | None:
-    """Return the root mean square of a tensor's finite elements; None if its statistics were not kept."""
+    """Return the root mean square of a tensor's finite elements, or None if its statistics were not kept."""
     known = saved.options.get("statistics")
     if known is None:
         return None

@@ -1,4 +1,4 @@
-"""Where a run is written: to its folder, or beside the run that it replaces when it is complete."""
+"""Where a run is written: to its folder, or next to the run that it replaces when it is complete."""
 
 import re
 import shutil
@@ -21,7 +21,7 @@ _OUR_NAME = re.compile(
 def make_room(path: Path, *, purpose: Purpose = "record", overwrite: bool = False) -> Path:
     """Make the folder of a new run, and return where to write it; RunExistsError if something is in the way.
 
-    With ``overwrite``, that is beside the earlier run. A verification replaces an earlier one.
+    With ``overwrite``, that is next to the earlier run. A verification replaces an earlier one.
     """
     make_folder(path, instead=ANOTHER_FOLDER[purpose])
     present = _ours(path)
@@ -44,7 +44,7 @@ def make_room(path: Path, *, purpose: Purpose = "record", overwrite: bool = Fals
 
 
 def put_in_place(path: Path) -> None:
-    """Replace the run in a folder with the complete one beside it; a kill in between leaves no run."""
+    """Replace the run in a folder with the complete one next to it; a kill in between leaves no run."""
     beside = path / REPLACEMENT
     _remove(child for child in _ours(path) if child != beside)
     with writing(path):

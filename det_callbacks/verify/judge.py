@@ -71,7 +71,7 @@ def compare_runs(
         steps: "all" demands exactly the reference's steps: a missing or an additional step is a divergence.
             "common" compares the steps that both runs have. A verification keeps the value that it ran with.
         numerics: also measure the difference, and whether it is rounding, at the sites whose tensors both runs kept.
-        tolerance: folder of ``det-callbacks check --numerics``, which measured what rounding does; None for what
+        tolerance: folder of ``det-callbacks check --numerics``, which measured what rounding does, or None for what
             ``torch.testing`` tolerates for each dtype.
         names: file that maps modules with a different name in the current run; see ``ModuleNames``.
 
@@ -336,7 +336,7 @@ class _Judge:
                 )
 
     def _classify(self, first: Mapping[int, FirstDifference]) -> Classification | None:
-        """Return which ranks started the difference; None for one process, or if a rank stopped alone."""
+        """Return which ranks started the difference, or None for one process, or if a rank stopped alone."""
         stops = {record.stopped.reason for record in self.walk.records.values() if record.stopped is not None}
         if not self.show_rank or not first or stops - {TOGETHER}:
             return None
