@@ -1,7 +1,7 @@
 """The exceptions and warnings of det_callbacks.
 
 Each exception with the exit code of a program that ends with it: 1 is diverged or failed, 2 could not do it, 3 not
-comparable. An error that carries a report is defined beside the report, in the file after the code.
+comparable. An error that carries a report is defined next to the report, in the file after the code.
 
     DetCallbacksError             2
       DivergenceError             1
@@ -239,7 +239,7 @@ class CheckError(DetCallbacksError):
 
 
 class CheckpointMismatchError(_PathError):
-    """A checkpoint does not match the digests beside it: ``entries`` ("section: name") differ, or only the bytes.
+    """A checkpoint does not match the digests next to it: ``entries`` ("section: name") differ, or only the bytes.
 
     Examples:
         >>> error = CheckpointMismatchError("last.ckpt is not what was saved.", "last.ckpt", ("epoch",))

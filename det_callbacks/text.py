@@ -1,4 +1,4 @@
-"""Numbers, names and lists as a sentence has them."""
+"""Numbers, names and lists in the form that a sentence needs."""
 
 from collections.abc import Iterable, Sequence
 
@@ -25,10 +25,13 @@ def capitalised(text: str) -> str:
 
 
 def listed(texts: Iterable[str], separator: str = ", ", limit: int = MAX_NAMED) -> str:
-    """Return "a, b, c and 2 more", each text once."""
+    """Return "a, b and c" or "a, b, c and 2 more", each text once; other separators also precede the last text."""
     known = list(dict.fromkeys(texts))
-    more = f" and {len(known) - limit} more" if len(known) > limit else ""
-    return separator.join(known[:limit]) + more
+    if len(known) > limit:
+        return f"{separator.join(known[:limit])} and {len(known) - limit} more"
+    if separator != ", " or len(known) < 2:
+        return separator.join(known)
+    return f"{', '.join(known[:-1])} and {known[-1]}"
 
 
 def at_most(limit: int, lines: Sequence[str]) -> list[str]:
@@ -38,5 +41,5 @@ def at_most(limit: int, lines: Sequence[str]) -> list[str]:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return "rank 1", "ranks 0, 1 and 3 more"."""
+    """Return "rank 1", "ranks 0 and 1"."""
     return f"rank{'s' * (len(ranks) > 1)} {listed(map(str, ranks), limit=MAX_RANKS)}"

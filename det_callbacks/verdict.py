@@ -47,7 +47,7 @@ class TensorNumbers:
     num_nan: int = 0  # elements that differ and of which one or both are NaN; in no bin of ``ulps``
     num_inf: int = 0  # likewise, of which one or both are infinite and none is NaN
     max_ulps: int | None = None
-    # of finite elements; None without one, or beyond float64
+    # of finite elements, or None without one, or beyond float64
     max_absolute: float | None = None
     max_relative: float | None = None  # likewise, by the reference's element if that is not zero
     first: tuple[int, ...] | None = None  # index of the first element that differs, row-major
@@ -81,14 +81,14 @@ class Divergence:
         op: ``namespace.op.overload``; "" for a batch, a parameter or a generator.
         occurrence: number of earlier sites of the step with the same phase, module, op and output.
         name: parameter, buffer, gradient, optimizer state ("exp_avg of net.head.weight"), path in
-            the batch ("batch[0]"), generator, metric or observation; None for an activation.
+            the batch ("batch[0]"), generator, metric or observation, or None for an activation.
         kind: content (different bits), argument (a different scalar or option), structure (a different
             shape, dtype or layout), missing (only in the reference), extra (only in the current run).
         source: lines of the user's code, innermost first, as "train.py:41 in forward".
         shape: in elements; None, like ``dtype``, if the site is no tensor.
         reference_digest: 16 hexadecimal digits, or None; likewise ``current_digest``.
         is_origin: True if nothing it read differs; False if it passed a difference on or is itself
-            a source (an input, a batch, a weight); None if neither can be proven.
+            a source (an input, a batch, a weight), or None if neither can be proven.
         numbers: the size of the difference; None unless ``keep_tensors`` has its op.
         segment: fit of the run, counted from 0.
 
@@ -239,8 +239,8 @@ class SiteNumerics:
         within: whether every element is within the tolerance; ``excess`` is the largest difference as a multiple of it,
             None where that is infinite.
         num_elements: number of compared elements, fewer than in the shape if a sample was kept.
-        reads: largest relative error of the op's inputs; None if unknown.
-        growth: the error as a multiple of that, or of the dtype's epsilon if that is larger; None without either.
+        reads: largest relative error of the op's inputs, or None if unknown.
+        growth: the error as a multiple of that, or of the dtype's epsilon if that is larger, or None without either.
         is_start: whether a change starts here: it is beyond its tolerance, its inputs do not explain that, and no
             other change has reached them.
         through: unknown ops on the way from the compared inputs: ops that only one run has or kept, and inputs

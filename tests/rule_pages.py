@@ -16,9 +16,9 @@ CAUSES = """# The causes
 
 <!-- Made by `make causes` from the files in det_callbacks/causes: change those. -->
 
-A verdict names one `cause`. The rules below are asked in this order, which is that of time: what a run starts with,
-what it is given, what it draws, what it computes. The first that applies names the cause. Each has an example of the
-whole explanation. [The verdict](verdict.md#why-it-differs) describes the evidence.
+A verdict names one `cause`. The rules below are tried in chronological order: what a run starts with, what it is given,
+what it samples, what it computes. The first that applies names the cause. Each has an example of the whole explanation.
+[The verdict](verdict.md#why-it-differs) describes the evidence.
 
 | rule | cause | when it applies |"""
 
@@ -26,9 +26,9 @@ FINDINGS = """# The findings
 
 <!-- Made by `make findings` from the files in det_callbacks/findings: change those. -->
 
-A finding is what one recorded run shows by itself: the training is reproducible, and wrong. The command looks for them
-in this order. `level` is the lowest [level](callback.md) that records what the finding needs; below it the finding is
-silent. [Look for findings](../how-to/findings.md) describes the command and its limits.
+A finding is a mistake that a single recorded run reveals: the run is reproducible but wrong. `det-callbacks findings`
+checks for them in this order. `level` is the lowest [level](callback.md) that records what the finding needs; below
+that level it is never reported. [Look for findings](../how-to/findings.md) describes the command and its limits.
 
 | finding | level | when it applies |"""
 

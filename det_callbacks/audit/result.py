@@ -26,7 +26,7 @@ class OpMismatch:
             and its Python class.
         num_differing: elements whose bits differ; all of them if shape or dtype differs, or if the
             layout is not strided.
-        max_ulps: largest distance of two finite elements; None if there are none.
+        max_ulps: largest distance of two finite elements, or None if there are none.
         is_transient: whether the third run agrees with the first or with the second.
         is_uninitialised: whether the op repeats its bits, but reads memory that nothing has written.
 

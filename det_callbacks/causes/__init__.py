@@ -1,1 +1,1 @@
-"""Why two runs differ: a file for each rule, their order in ``table.py``, and in ``phrases/`` what several say."""
+"""Why two runs differ: a file for each rule, their order in ``table.py``, and shared wording in ``phrases/``."""

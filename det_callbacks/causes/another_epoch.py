@@ -1,11 +1,11 @@
 """Only one run ended an epoch before the step, so the batches or the generators differ.
 
 Example:
-    Step 5: the batch differs (batch[0], batch[1]), and the generator state also differs; the
+    Step 5: the batch differs (batch[0] and batch[1]), and the generator state also differs; the
     step started with this difference, so no op caused it. Only one run ended an epoch before
-    this step. Compare limit_train_batches, overfit_batches, drop_last and the length of the
-    data set: the sampler drew different indices. Choices differ: trainer.limit_train_batches:
-    1.0 in the reference, 5 now.
+    this step. The sampler drew different indices, so compare limit_train_batches,
+    overfit_batches, drop_last and the length of the data set. Settings differ:
+    trainer.limit_train_batches (1.0 in the reference, 5 in the current run).
 """
 
 from det_callbacks.causes.phrases.batches import because
@@ -15,10 +15,7 @@ from det_callbacks.compare.facts import Facts
 CAUSES: Causes = ("data_order",)
 
 _BOUNDARIES = {"epoch end", "epoch start"}
-_TODO = (
-    "Only one run ended an epoch before this step. Compare limit_train_batches, overfit_batches, drop_last and the "
-    "length of the data set"
-)
+_TODO = "Compare limit_train_batches, overfit_batches, drop_last and the length of the data set"
 
 
 def find(facts: Facts) -> Answer | None:
@@ -28,4 +25,4 @@ def find(facts: Facts) -> Answer | None:
     in_one_run = {point for change in before for point in (*change.only_reference, *change.only_current)}
     if in_one_run.isdisjoint(_BOUNDARIES):
         return None
-    return Answer(cause="data_order", advice=because(_TODO, facts))
+    return Answer(cause="data_order", advice=f"Only one run ended an epoch before this step. {because(facts, _TODO)}")

@@ -1,9 +1,9 @@
 """The batch differs: the batch size, the samples or their order.
 
 Example:
-    Step 0: the batch differs (batch[0], batch[1]); the step started with this difference, so no
-    op caused it. Sort the files or samples that the data set lists: the sampler drew the same
-    indices in the same order.
+    Step 0: the batch differs (batch[0] and batch[1]); the step started with this difference, so
+    no op caused it. The sampler drew the same indices in the same order, so sort the files or
+    samples that the data set lists.
 """
 
 from collections.abc import Mapping
@@ -12,6 +12,7 @@ from det_callbacks.causes.phrases.batches import because
 from det_callbacks.causes.phrases.generators import show_change
 from det_callbacks.causes.rule import Answer, Causes
 from det_callbacks.compare.facts import DataChange, Facts
+from det_callbacks.text import capitalised
 
 CAUSES: Causes = ("settings", "data_order", "data_content")
 
@@ -33,7 +34,7 @@ def find(facts: Facts) -> Answer | None:
     if not facts.has_other_data:
         return None
     if any(name.startswith("batch_size") for name in facts.evidence.batch.settings):
-        return Answer(cause="settings", advice=because("Use the reference's batch size", facts))
+        return Answer(cause="settings", advice=because(facts, "Use the reference's batch size"))
     is_other_content = facts.data_change in _OTHER_CONTENT
     return Answer(cause="data_content" if is_other_content else "data_order", advice=_advise(facts))
 
@@ -43,5 +44,6 @@ def _advise(facts: Facts) -> str:
     is_other_shuffle = facts.data_change == "drawn" and batch.indices == "other" and not batch.settings
     change = next(filter(facts.is_before_step, facts.evidence.generators), None)
     if change is None or not is_other_shuffle:
-        return because(_TODO[facts.data_change], facts)
-    return f"Give the shuffle the same seed, and draw the same numbers before it: {show_change(change, facts.evidence)}"
+        return because(facts, _TODO[facts.data_change])
+    why = capitalised(show_change(change, facts.evidence))
+    return f"{why}. Give the shuffle the same seed, and draw the same numbers before it"

@@ -1,4 +1,4 @@
-"""A choice differs that explains the first difference.
+"""A setting differs and explains the first difference.
 
 Example:
     optimizer.AdamW.lr is 0.1 in the reference and 0.2 in the current run, which explains the

@@ -1,12 +1,12 @@
 """torch.compile compiled a different graph.
 
 Example:
-    Step 12, forward: compiled.Net_forward.graph in net is a different graph: a recompilation, a
+    Step 12, forward: compiled.Net_forward.graph in net differs, because of a recompilation, a
     graph break or different code; the inputs of the compiled region match, so the difference
-    starts inside it. torch.compile compiled a different graph. Run both trainings in fresh
-    processes, because earlier compilations affect the graph; drop_last or dynamic=True avoid
-    recompilation. TORCH_LOGS=recompiles,graph_breaks shows the reason. To find the op, record
-    step 12 of both runs with compiled="eager" and only_steps=[12].
+    starts inside it. Run both in fresh processes, because earlier compilations affect the
+    graph; drop_last or dynamic=True avoid recompilation. TORCH_LOGS=recompiles,graph_breaks
+    shows the reason. To find the op, record step 12 of both runs with compiled="eager" and
+    only_steps=[12].
 """
 
 from det_callbacks.causes.rule import Answer, Causes
@@ -21,8 +21,8 @@ def find(facts: Facts) -> Answer | None:
     step = facts.difference.step
     return Answer(
         cause="structure",
-        advice="torch.compile compiled a different graph. Run both trainings in fresh processes, because earlier "
-        "compilations affect the graph; drop_last or dynamic=True avoid recompilation. "
+        advice="Run both in fresh processes, because earlier compilations affect the graph; drop_last or dynamic=True "
+        "avoid recompilation. "
         "TORCH_LOGS=recompiles,graph_breaks shows the reason. "
         f'To find the op, record step {step} of both runs with compiled="eager" and only_steps=[{step}]',
     )

@@ -1,9 +1,9 @@
-"""The weights or the batch have the same shape and a different dtype, and a choice of the dtype differs.
+"""The weights or the batch have the same shape and a different dtype, and a setting that determines it differs.
 
 Example:
     trainer.precision is 32-true in the reference and bf16-true in the current run, which
-    explains the first difference. Step 0: the initial state has a different structure
-    (net.weight): float32 [64, 32] in the reference, bfloat16 [64, 32] now; the step started
+    explains the first difference. Step 0: the initial state has a different dtype (net.weight):
+    float32 [64, 32] in the reference, bfloat16 [64, 32] in the current run; the step started
     with this difference, so no op caused it. Use the reference's value, or record the reference
     again.
 """

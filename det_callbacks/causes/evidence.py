@@ -1,4 +1,4 @@
-"""The evidence of a verdict, one finding a line."""
+"""The evidence of a verdict, one fact per line."""
 
 from det_callbacks.causes.phrases.batches import batch_lines
 from det_callbacks.causes.phrases.choices import both_values
@@ -10,7 +10,7 @@ MAX_LINES = 20  # of evidence
 
 
 def evidence_lines(facts: Facts) -> tuple[str, ...]:
-    """Return the evidence in the order of time: weights, data, generators, choices."""
+    """Return the evidence in chronological order: weights, data, generators, settings."""
     lines = list[str]()
     if facts.evidence.unread:
         lines.append(f"the evidence of generators and data cannot be used: {facts.evidence.unread}")
@@ -19,7 +19,7 @@ def evidence_lines(facts: Facts) -> tuple[str, ...]:
     lines += batch_lines(facts)
     lines += [show_change(one, facts.evidence) for one in facts.evidence.generators]
     lines += [show_idle(one) for one in facts.evidence.idle]
-    lines += [f"choice {both_values([entry])}" for entry in facts.choices]
+    lines += [f"setting: {both_values([entry])}" for entry in facts.choices]
     return tuple(at_most(MAX_LINES, lines))
 
 

@@ -2,9 +2,9 @@
 
 Example:
     Step 4: something that the recorder does not see (NumPy, a raw kernel, a callback between
-    steps) changed net.5.bias between step 3 and step 4; on_train_batch_end of WritesAfterBatch
-    ran there. Check the code that runs there. If you intend the write, do it with torch ops
-    inside a step, which the recorder sees.
+    steps) changed net.5.bias between step 3 and step 4; WritesAfterBatch.on_train_batch_end ran
+    in between. Check the code that runs at that point. If the write is intended, do it inside a
+    step with torch ops, which the recorder sees.
 """
 
 from collections.abc import Iterable, Iterator
@@ -33,8 +33,8 @@ def find(facts: Facts) -> Answer | None:
     return Answer(
         cause="external_write",
         explanation=f"{place(facts)}{explanation}",
-        advice="Check the code that runs there. If you intend the write, do it with torch ops inside a step, which the "
-        "recorder sees",
+        advice="Check the code that runs at that point. If the write is intended, do it inside a step with torch ops, "
+        "which the recorder sees",
     )
 
 
@@ -51,9 +51,9 @@ def _between_steps(facts: Facts) -> str:
 
 
 def _changed_between_steps(facts: Facts) -> list[str]:
-    """Return the names of the tensors that a step found different from what the step before left.
+    """Return the names of tensors whose bits at the start of a step differ from those that the previous step left.
 
-    None where a checkpoint, an unrecorded step or an op without a digest may have written them.
+    The list is empty if a checkpoint, an unrecorded step or an op without a digest may have written them.
     """
     if facts.is_first_seen or facts.is_after_gap or facts.is_resumed:
         return []
@@ -72,7 +72,7 @@ def _in_step(facts: Facts) -> str:
     first = facts.first.divergence
     if not _is_changed_in_step(facts):
         return ""
-    return f": {_UNSEEN}) changed {first.name} within the step{_ran_in_step(first.phase, facts)}"
+    return f": {_UNSEEN}) changed {first.name} during the step{_ran_in_step(first.phase, facts)}"
 
 
 def _is_changed_in_step(facts: Facts) -> bool:
@@ -139,7 +139,7 @@ def _ran_between_steps(facts: Facts) -> str:
         return ""
     begin, end = map(evidence.moments.index, moments)
     points = [point for _, point in evidence.moments[begin : end + 1] if point not in _OF_DATA]
-    return _told([*what_ran(points, evidence), *users_of("on_train_batch_start", evidence, AFTER)])
+    return _told([*what_ran(points, evidence), *users_of("on_train_batch_start", evidence, AFTER)], "in between")
 
 
 def _ran_in_step(phase: str, facts: Facts) -> str:
@@ -149,9 +149,9 @@ def _ran_in_step(phase: str, facts: Facts) -> str:
         if phase == "state":
             yield from users_of("on_train_batch_end", facts.evidence, BEFORE)
 
-    return _told(hooks())
+    return _told(hooks(), "after the recorded ops that wrote it")
 
 
-def _told(ran: Iterable[str]) -> str:
-    shown = list(dict.fromkeys(ran))
-    return f"; {', '.join(shown)} ran there" if shown else ""
+def _told(ran: Iterable[str], when: str) -> str:
+    known = list(dict.fromkeys(ran))
+    return f"; {listed(known, limit=len(known))} ran {when}" if known else ""

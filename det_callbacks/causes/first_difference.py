@@ -1,8 +1,8 @@
-"""Nothing earlier explains the difference: the cause is the phase of its origin, or else of the first difference.
+"""Nothing earlier explains it: the cause is the phase of the origin, or of the first difference if there is no origin.
 
 Example:
-    Step 7, forward: aten.mul.Tensor #5 in net.chain at train.py:45 in forward produced
-    different bits; its inputs match, so the difference starts here.
+    Step 7, forward: aten.mul.Tensor #5 in net.chain (train.py:45, forward) produced different
+    bits; its inputs match, so the difference starts here.
 """
 
 from det_callbacks.causes.phrases.unrecorded import advise_lost_value
@@ -18,7 +18,7 @@ def find(facts: Facts) -> Answer:
 
 
 def cause_of_first(facts: Facts) -> Cause:
-    """Return the phase of the origin, or else of the first difference."""
+    """Return the phase of the origin, or of the first difference if there is no origin."""
     first = facts.first
     if facts.origin is None and first.role in ("delivered", "graph_output"):
         return "unknown"  # the other ranks know more of a collective: ``compare/collectives.py``

@@ -2,8 +2,8 @@
 
 Example:
     Step 3: the generator state differs (torch.cpu); the step started with this difference, so
-    no op caused it. Keep validation from drawing from torch.cpu: give it a separate generator,
-    or restore the state after it.
+    no op caused it. Validation draws from the generator torch.cpu: give it a separate
+    generator, or restore the state of torch.cpu afterwards.
 """
 
 from det_callbacks.causes.phrases.generators import RESUME_EXACTLY, keep_from_drawing, show_change
@@ -11,6 +11,7 @@ from det_callbacks.causes.rule import Answer, Causes
 from det_callbacks.compare.differences import Finding
 from det_callbacks.compare.facts import Facts
 from det_callbacks.runs.evidence import LOADER
+from det_callbacks.text import capitalised
 
 CAUSES: Causes = ("rng",)
 
@@ -53,5 +54,5 @@ def advise(facts: Facts) -> str:
     first = changes[0]
     what = show_change(first, facts.evidence)
     if first in facts.evidence.other_starts and first.seeds is None:
-        return f"Seed Python, NumPy and torch before you build the model: {what}"
-    return what
+        return f"{capitalised(what)}, so seed Python, NumPy and torch before you build the model"
+    return capitalised(what)

@@ -1,10 +1,10 @@
-"""Something drew from a generator before the batch was drawn, or a resume did not restore it, so the batch differs.
+"""The batch differs because something drew from a generator before the sampler did, or a resume did not restore it.
 
 Example:
-    Step 6: the batch differs (batch[0], batch[1]), and the generator state also differs; the
-    step started with this difference, so no op caused it. Keep on_train_epoch_end of
-    DrawsAtEpochEnd from drawing from torch.cpu: give it a separate generator, or restore the
-    state after it.
+    Step 6: the batch differs (batch[0] and batch[1]), and the generator state also differs; the
+    step started with this difference, so no op caused it. DrawsAtEpochEnd.on_train_epoch_end
+    draws from the generator torch.cpu: give it a separate generator, or restore the state of
+    torch.cpu afterwards.
 """
 
 from det_callbacks.causes import generator

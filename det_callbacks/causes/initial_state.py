@@ -3,12 +3,12 @@
 Example:
     Step 0: the initial state differs (net.0.weight, net.0.bias, net.5.weight and 1 more: 4 of 9
     tensors), and the generator state also differs; the step started with this difference, so no
-    op caused it. Set the same seed before you build the model: torch.cpu had a different state
-    from the start of the fit, seeded with 0 in the reference and 77 in the current run. Choices
-    differ: settings.seed: 0 in the reference, 77 now.
+    op caused it. Set the same seed before you build the model: the generator torch.cpu was
+    seeded with 0 in the reference and 77 in the current run. Settings differ: settings.seed (0
+    in the reference, 77 in the current run).
 """
 
-from det_callbacks.causes.phrases.generators import show_change, show_start
+from det_callbacks.causes.phrases.generators import show_start
 from det_callbacks.causes.rule import Answer, Causes
 from det_callbacks.compare.facts import Facts
 
@@ -20,7 +20,7 @@ def find(facts: Facts) -> Answer | None:
         return None
     is_further = {*facts.initial_sources} <= {*facts.further}
     if is_further and (not facts.is_first_seen or facts.explaining_choice is not None):
-        return None  # the choice may be a different scheduler
+        return None  # the setting may be a different scheduler
     return Answer(cause="initial_weights", advice=_advise(facts))
 
 
@@ -37,8 +37,8 @@ def _advise(facts: Facts) -> str:
     random = [name for name in names if name not in facts.evidence.constants]
     if not random:
         return (
-            f"Check what changes {names[0]} before the first step: its elements are equal when the fit starts. A "
-            "sanity check or a forward pass in training mode changes the statistics of a BatchNorm"
+            f"All elements of {names[0]} are equal when the fit starts, so check what changes it before the first "
+            "step: a sanity check or a forward pass in training mode changes the statistics of a BatchNorm"
         )
     num_random = len(facts.random_initial)
     if num_random < 2 or 2 * len(random) <= num_random:
@@ -49,6 +49,4 @@ def _advise(facts: Facts) -> str:
     change = next((one for one in facts.evidence.other_starts if one.is_reseeded), None)
     if change is None:
         return "Set the same seed before you build the model, or load the same weights"
-    # its later use does not matter here
-    what = show_change(change, facts.evidence) if change.equal_at is None else show_start(change)
-    return f"Set the same seed before you build the model: {what}"
+    return f"Set the same seed before you build the model: {show_start(change)}"

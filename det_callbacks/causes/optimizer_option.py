@@ -2,9 +2,9 @@
 
 Example:
     From step 4 on, lr of group 0 is 0.01 in the reference and 0.011 in the current run. Step 4,
-    state: net.0.weight of net.0 has different bits; the op that wrote it was not recorded, so
-    the verdict cannot say where the difference starts. Check what sets it during the fit: a
-    learning rate scheduler, a callback, or a hook of the module.
+    state: net.0.weight has different bits; the op that wrote it was not recorded, so the
+    verdict cannot say where the difference starts. Check what sets lr of group 0 during the
+    fit: a learning rate scheduler, a callback, or a hook of the module.
 """
 
 from det_callbacks.causes.phrases.steps import explain_first
@@ -31,5 +31,6 @@ def find(facts: Facts) -> Answer | None:
     return Answer(
         cause="optimizer",
         explanation=f"{capitalised(listed(changes, '; '))}. {explain_first(facts)}",
-        advice="Check what sets it during the fit: a learning rate scheduler, a callback, or a hook of the module",
+        advice=f"Check what sets {listed(one.name for one in facts.evidence.options)} during the fit: a learning rate "
+        "scheduler, a callback, or a hook of the module",
     )

@@ -2,7 +2,7 @@
 
 Example:
     Step 7: the optimizer got 3 gradients in the reference and 2 in the current run; only one
-    run has grad of head.bias. Pass it the same parameters in the same order: check
+    run has grad of head.bias. Pass the optimizer the same parameters in the same order: check
     configure_optimizers and requires_grad.
 """
 
@@ -30,5 +30,5 @@ def find(facts: Facts) -> Answer | None:
     return Answer(
         cause="optimizer",
         explanation=f"{place(facts)}: {what}",
-        advice="Pass it the same parameters in the same order: check configure_optimizers and requires_grad",
+        advice="Pass the optimizer the same parameters in the same order: check configure_optimizers and requires_grad",
     )

@@ -1,8 +1,8 @@
-"""A tensor differs that no recorded op produced.
+"""A tensor differs, and no recorded op produced it.
 
 Example:
-    Step 7: a tensor that no recorded op produced differs (a tensor read in net.noise). Seed the
-    code that produces it, or name it there with observe_non_deterministic
+    Step 7: a tensor read in net.noise differs; no recorded op produced it. Seed the code that
+    produces it, or mark the tensor with observe_non_deterministic where the code produces it
     (docs/how-to/replay.md).
 """
 
@@ -28,7 +28,7 @@ def _cause(facts: Facts) -> Cause | None:
     if name is None:
         return "unknown"
     if is_further(name):
-        return None  # in the first step a choice explains it, or it is initial state
+        return None  # in the first step a setting explains it, or it is initial state
     if is_of_parameter(source):
         return "unknown" if name.startswith("grad of ") else "optimizer"
     if facts.is_first_seen and not facts.is_after_gap:

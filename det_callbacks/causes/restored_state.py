@@ -1,9 +1,9 @@
-"""In the first step after a resume, state differs that the checkpoint should have restored.
+"""In the first step after a resume, state that the checkpoint should have restored differs.
 
 Example:
     Step 7, the first after resuming: the restored state differs (net.weight); no op caused it.
     Compare the checkpoint with the one that was saved there (det-callbacks check-checkpoint),
-    and check what changes this state before the step. Checkpoints have no buffers with
+    and check what changes this state before the step. Checkpoints omit buffers with
     persistent=False: save them with on_save_checkpoint.
 """
 
@@ -30,7 +30,7 @@ def find(facts: Facts) -> Answer | None:
     )
     found = [str(one.divergence.name) for one in facts.restored] or facts.unrestored
     if not all(" of " in name for name in found):  # not "exp_avg of net.weight", "state of StepLR: last_epoch"
-        advice += ". Checkpoints have no buffers with persistent=False: save them with on_save_checkpoint"
+        advice += ". Checkpoints omit buffers with persistent=False: save them with on_save_checkpoint"
     others = [phase for phase in facts.source_phases if phase not in ("state", "input")]
     return Answer(
         cause="checkpoint",

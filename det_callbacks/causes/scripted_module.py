@@ -1,9 +1,9 @@
 """Only one run has an op of a TorchScript module, whose executor chooses the ops that it runs.
 
 Example:
-    Step 0, backward: aten.tanh_backward.default in net at train.py:12 in training_step is only
-    in the reference; its inputs match, so the difference starts here. TorchScript runs net, and
-    its executor chooses ops by what the process ran before. Run both trainings in fresh
+    Step 0, backward: aten.tanh_backward.default in net (train.py:12, training_step) ran only in
+    the reference; its inputs match, so the difference starts here. TorchScript runs net, and
+    its executor chooses ops depending on what the process ran before. Run both in fresh
     processes, with the same calls before the fit.
 """
 
@@ -26,6 +26,6 @@ def find(facts: Facts) -> Answer | None:
     names = listed(name or "the LightningModule" for name in scripted)
     return Answer(
         cause="structure",
-        advice=f"TorchScript runs {names}, and its executor chooses ops by what the process ran before. Run both "
-        "trainings in fresh processes, with the same calls before the fit",
+        advice=f"TorchScript runs {names}, and its executor chooses ops depending on what the process ran before. Run "
+        "both in fresh processes, with the same calls before the fit",
     )

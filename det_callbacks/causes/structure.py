@@ -1,8 +1,8 @@
 """Only shapes, dtypes, layouts or the ops differ; tensors that both runs have are equal.
 
 Example:
-    Step 7, forward: aten.slice_copy.Tensor in net at train.py:12 in forward produced a
-    different structure: float32 [8, 4] in the reference, float32 [8, 3] now; its inputs match,
+    Step 7, forward: aten.slice_copy.Tensor in net (train.py:12, forward) produced a different
+    shape: float32 [8, 4] in the reference, float32 [8, 3] in the current run; its inputs match,
     so the difference starts here.
 """
 

@@ -1,4 +1,4 @@
-"""The rules in the order of time: what a run starts with, receives, draws and computes."""
+"""The rules in chronological order: what a run starts with, receives, samples and computes."""
 
 from dataclasses import replace
 

@@ -1,9 +1,9 @@
 """The first op that differs read memory that was allocated in the step and that no recorded op wrote.
 
 Example:
-    Step 0, forward: aten.clone.default in net at train.py:9 in forward produced different bits;
-    it reads a tensor (float32 [8]) that was only partly written after its allocation. Write all
-    of the tensor, or allocate it with torch.zeros. If NumPy or a raw kernel writes it, the
+    Step 0, forward: aten.clone.default in net (train.py:9, forward) produced different bits; it
+    reads a tensor (float32 [8]) that was only partly written after its allocation. Write all of
+    the tensor, or allocate it with torch.zeros. If NumPy or a raw kernel writes it, the
     recorder cannot see that write.
 """
 
@@ -33,7 +33,7 @@ def find(facts: Facts) -> Answer | None:
 
 
 def _explain(facts: Facts) -> str | None:
-    """Return the sentence on the first unwritten tensor that the op read; None if it read none."""
+    """Return the sentence on the first unwritten tensor that the op read, or None if it read none."""
     first, difference = facts.first, facts.difference
     program, position = difference.side(first.row)
     view = difference.current if program is difference.current.program else difference.reference

@@ -1,9 +1,9 @@
-"""State differs that an earlier step may have changed, and that step was not recorded.
+"""State differs, and an earlier step that was not recorded may have changed it.
 
 Example:
-    Step 7: a tensor that no recorded op produced differs (net.weight). This state first
-    differed before step 7, in steps that were not recorded. Record those steps to find where
-    the difference starts.
+    Step 7: net.weight differs; no recorded op produced it. This state first differed before
+    step 7, in steps that were not recorded. Record those steps to find where the difference
+    starts.
 """
 
 from det_callbacks.causes.phrases.unrecorded import begun_before

@@ -1,1 +1,1 @@
-"""Digests beside checkpoints, and the files that an exact resume needs."""
+"""Checkpoint digests, and the files that an exact resume needs."""

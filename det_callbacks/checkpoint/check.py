@@ -1,4 +1,4 @@
-"""Compares a checkpoint with the digests beside it, or two with each other."""
+"""Compares a checkpoint with the digests next to it, or two with each other."""
 
 import reprlib
 from collections.abc import Iterator, Mapping
@@ -102,7 +102,7 @@ class CheckpointReport:
 
 
 def check_checkpoint(path: str | Path, other: str | Path | None = None) -> CheckpointReport:
-    """Compare a checkpoint with the digests beside it, or with another checkpoint.
+    """Compare a checkpoint with the digests next to it, or with another checkpoint.
 
     It reads the file once. If the bytes differ, or if you compare two checkpoints, it loads them with
     ``weights_only=True``, which takes memory for one or two checkpoints.
@@ -194,11 +194,11 @@ def _check_two(*places: Path) -> CheckpointReport:
 
 
 def _existing(path: str | Path) -> Path:
-    place = Path(path).resolve()  # the sidecar is beside the file that a link points to
+    place = Path(path).resolve()  # the sidecar is next to the file that a link points to
     if not place.exists():
         raise CheckpointNotFoundError(
             f"There is no checkpoint {path} on this disk, so nothing was compared. Check the name, or copy the "
-            "checkpoint here together with the files beside it.",
+            "checkpoint here together with the files next to it.",
             str(place),
         )
     return place

@@ -21,7 +21,7 @@ Entries = Mapping[str, Mapping[str, "Entry"]]
 class Entry:
     kind: str  # "tensor", "value" (plain), "file" (of a folder) or "opaque"
     type: str  # dtype ("float32") or type
-    digest: str | None = None  # of a row-major tensor or an encoded value; None if opaque
+    digest: str | None = None  # of a row-major tensor or an encoded value, or None if opaque
     shape: tuple[int, ...] | None = None
 
 
@@ -81,7 +81,7 @@ def _entry(value: Any, digests: Iterator[str | None]) -> Entry:
 
 
 def _digests(tensors: list[Tensor]) -> list[str | None]:
-    """Return the digests; None for tensors without data."""
+    """Return the digests, or None for tensors without data."""
     try:
         return [format_digest(digest) for digest in digest_tensors(tensors)]
     except (TypeError, DetCallbacksError):
@@ -92,7 +92,7 @@ _ATOMS = (bool, int, float, complex, str, bytes, bytearray, type(None), torch.dt
 
 
 def encode_plain(value: Any) -> bytes | None:
-    """Return bytes that identify a plain value and its type; None for other objects."""
+    """Return bytes that identify a plain value and its type, or None for other objects."""
     try:
         return _text(value).encode("utf-8", "surrogatepass")
     except (TypeError, ValueError, RecursionError):  # huge integers raise ValueError

@@ -1,4 +1,4 @@
-"""The files beside a checkpoint: a sidecar ``X.ckpt.digests.json``, and parts ``X.ckpt.resume/rank-00001.state``.
+"""The files next to a checkpoint: a sidecar ``X.ckpt.digests.json``, and parts ``X.ckpt.resume/rank-00001.state``.
 
 Each contains a digest of itself. Suffixes have no digit, because Lightning reads digits after
 ``hpc_ckpt_`` as a version.
@@ -96,7 +96,7 @@ class Part:
     is_epoch_over: bool  # the epoch's data is exhausted
     # as before the next batch is drawn or, without a position, before the next epoch's hooks
     generators: GeneratorStates
-    idle: tuple[str, ...] | None = None  # generators not used yet; None if unknown
+    idle: tuple[str, ...] | None = None  # generators not used yet, or None if unknown
     position: DataPosition | None = None  # None if the next epoch had not begun
     values: Mapping[str, Any] = field(default_factory=dict)  # what loading must restore, by name
     # index -> state of a ReduceLROnPlateau, and its optimizer's learning rates
@@ -119,7 +119,7 @@ def write_part(path: Path, part: Part, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read_part(path: Path, sidecar: Sidecar, rank: int) -> tuple[Part, dict[str, Tensor]] | None:
-    """Return what a rank saved; None if it is missing, or from a different save."""
+    """Return what a rank saved, or None if it is missing, or from a different save."""
     place = part_path(path, rank)
     if not place.exists():
         return None

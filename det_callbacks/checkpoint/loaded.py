@@ -1,4 +1,4 @@
-"""Compares a checkpoint with the digests beside it before it is loaded."""
+"""Compares a checkpoint with the digests next to it before it is loaded."""
 
 from pathlib import Path
 
@@ -18,4 +18,4 @@ def require_saved(place: Path) -> Sidecar | None:
 
 
 def unchecked_line(path: str | Path) -> str:
-    return f"det_callbacks: {path} was loaded unchecked: it has no digests beside it"
+    return f"det_callbacks: {path} was loaded unchecked: it has no digests next to it"

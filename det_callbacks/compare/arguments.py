@@ -64,7 +64,7 @@ def read_arguments(view: StepView, output: int) -> Arguments:
 
 
 def _differing(reference: Arguments, current: Arguments) -> ArgumentDifference | None:
-    """Return how the arguments of two calls differ; None if they are equal."""
+    """Return how the arguments of two calls differ, or None if they are equal."""
     is_known, digested = reference.digested == current.digested, {*reference.digested, *current.digested}
     names = [name for name in {**reference.values, **current.values} if name not in digested]
     pairs = {name: (reference.values.get(name, _ABSENT), current.values.get(name, _ABSENT)) for name in names}
@@ -75,7 +75,7 @@ def _differing(reference: Arguments, current: Arguments) -> ArgumentDifference |
 
 
 def _decode(bits: int, tag: str) -> Any:
-    """Return the number with these 64 bits; None if they are a digest."""
+    """Return the number with these 64 bits, or None if they are a digest."""
     if tag == "float":
         return struct.unpack("<d", struct.pack("<Q", bits))[0]
     if tag == "int":

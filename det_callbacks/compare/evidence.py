@@ -83,7 +83,7 @@ class GeneratorChange:
     points: tuple[str, ...] = ()  # in between, of either run, from ``equal_at`` on
     only_reference: tuple[str, ...] = ()  # points there that only the reference has
     only_current: tuple[str, ...] = ()
-    seeds: tuple[int, int] | None = None  # of both runs; None if one is unknown
+    seeds: tuple[int, int] | None = None  # of both runs, or None if one is unknown
 
     @property
     def is_reseeded(self) -> bool:
@@ -167,7 +167,7 @@ def find_evidence(reference: Run, current: Run, difference: StepDifference) -> E
 
 
 def _is_loaded_alike(*sides: tuple[Window, StepView]) -> bool | None:
-    """Return whether the loaders returned the same batch; None if neither run changed the batch after that."""
+    """Return whether the loaders returned the same batch, or None if neither run changed the batch after that."""
     given, noted = [], []
     for window, view in sides:
         rows = window.batch(view.record.step)
@@ -181,7 +181,7 @@ def _is_loaded_alike(*sides: tuple[Window, StepView]) -> bool | None:
 
 
 def read_window(run: Run, rank: int, segment: int, step: int) -> Window | None:
-    """Return the evidence of a run up to a step; None if there is none."""
+    """Return the evidence of a run up to a step, or None if there is none."""
     since = max((known for known in run.rank(rank).steps(segment).tolist() if known < step), default=None)
 
     def is_wanted(batch: pa.RecordBatch) -> np.ndarray:
@@ -193,7 +193,7 @@ def read_window(run: Run, rank: int, segment: int, step: int) -> Window | None:
 
 
 def gather_window(rows: Iterable[Row], *, since: int | None) -> Window | None:
-    """Return the evidence after a step (None: all of it); None if there is none."""
+    """Return the evidence after a step (None: all of it), or None if there is none."""
     kept, last = list[Row](), list[Row]()
     settings, hooks = dict[str, str](), dict[str, str]()
     options, starts = dict[str, tuple[int, str]](), dict[str, int]()
@@ -290,7 +290,7 @@ def _option_changes(reference: Window, current: Window) -> Iterator[OptionChange
 
 
 def _generator_change(reference: Window, current: Window, step: int, name: str) -> GeneratorChange | None:
-    """Return how a generator differs by the end of the step; None if it does not."""
+    """Return how a generator differs by the end of the step, or None if it does not."""
     ours, theirs = reference.states(name, step), current.states(name, step)
     points = [row.point for row in ours], [row.point for row in theirs]
     blocks = SequenceMatcher(None, *points, autojunk=False).get_matching_blocks()

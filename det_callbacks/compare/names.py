@@ -139,7 +139,7 @@ def _groups(rule: _Rule, reference: Sequence[Site], current: Sequence[Site]) -> 
 
 
 def _matched(pattern: str, module: str) -> list[str] | None:
-    """Return the texts that the stars of a pattern match in a module's name; None if it does not match."""
+    """Return the texts that the stars of a pattern match in a module's name, or None if it does not match."""
     found = re.fullmatch("(.*)".join(map(re.escape, pattern.split("*"))), module)
     return None if found is None else list(found.groups())
 

@@ -36,7 +36,7 @@ class NonFinite:
 
 
 def first_nonfinite(run: Run) -> NonFinite | None:
-    """Return the first such op of the earliest step that has one; None if no kept step has one."""
+    """Return the first such op of the earliest step that has one, or None if no kept step has one."""
     return next(_found(run), None) if run.manifest.keep_tensors else None
 
 

@@ -70,7 +70,7 @@ def _numbers(divergence: Divergence, sides: Sequence[SavedStep]) -> Numbers:
             label = replace(label, tensor=what, shape=(one.num_saved,))
         return Numbers(output=(tensor_numbers(label, np.ravel(one.bits), np.ravel(other.bits)),))
     shapes = [f"{side.dtype} {list(side.shape)}" for side in found]
-    problem = f"{shapes[0]} in the reference and {shapes[1]} now, so that no element has a partner"
+    problem = f"{shapes[0]} in the reference and {shapes[1]} in the current run, so elements cannot be paired"
     return Numbers(output=(TensorNumbers(tensor=label.tensor, problem=problem),))
 
 

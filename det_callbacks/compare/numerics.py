@@ -73,7 +73,7 @@ class Rounding:
         return cls(path=path, bounds=bounds)
 
     def bound(self, site: Divergence, dtype: str) -> float | None:
-        """Return the relative error to tolerate at a site; None if it was not measured."""
+        """Return the relative error to tolerate at a site, or None if it was not measured."""
         known = self.bounds.get(_place(site))
         return None if known is None else MARGIN * max(known, epsilon(dtype))
 
@@ -109,8 +109,8 @@ def compare_numerics(
     for run in (reference, current):
         if not run.manifest.keep_tensors:
             raise SelectionError(
-                f"{run.path} kept no tensors, so by how much it differs cannot be told. Record the same training with "
-                "them, into another folder: det-callbacks record RUN --only-steps 0 --keep '*' -- python train.py"
+                f"{run.path} kept no tensors, so differences cannot be measured. Record it with tensors, into another "
+                "folder: det-callbacks record RUN --only-steps 0 --keep '*' -- python train.py"
             )
     found, counts, num_default = list[SiteNumerics](), Counter[str](), 0
     modules: tuple[set[str], set[str]] = set(), set()
@@ -380,7 +380,7 @@ class _StepNumerics:
         )
 
     def _growth(self, row: _Row, read: _Error, known: Measure) -> float | None:
-        """Return an error as a multiple of the error that explains it; None if it has no number.
+        """Return an error as a multiple of the error that explains it, or None if it has no number.
 
         A sum whose terms cancel has a large relative error, but an absolute error like those of its n terms: about
         sqrt(n) times as large if these are independent.
@@ -398,7 +398,7 @@ class _StepNumerics:
 
 
 def _joined(tensors: Sequence[SavedTensor], shape: tuple[int, ...]) -> SavedTensor | None:
-    """Return the tensors, joined along the axis that yields this shape; None if no axis does."""
+    """Return the tensors, joined along the axis that yields this shape, or None if no axis does."""
     one = tensors[0]
     if len(tensors) == 1:
         return one
@@ -420,7 +420,7 @@ def _multiple(error: float | None, bound: float) -> float:
 
 
 def _root_mean_square(saved: SavedTensor) -> float | None:
-    """Return the root mean square of a tensor's finite elements; None if its statistics were not kept."""
+    """Return the root mean square of a tensor's finite elements, or None if its statistics were not kept."""
     known = saved.options.get("statistics")
     if known is None:
         return None

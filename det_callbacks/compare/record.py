@@ -112,7 +112,7 @@ class RankRecord:
     stopped: Stop | None = None
 
     def fit(self, segment: int) -> FitRecord | None:
-        """Return the record of a fit; None if that did not begin."""
+        """Return the record of a fit, or None if that did not begin."""
         return next((fit for fit in self.fits if fit.segment == segment), None)
 
 

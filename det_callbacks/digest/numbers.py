@@ -292,7 +292,7 @@ class _Tally:
 
 
 def _finite(largest: float) -> float | None:
-    """Return the largest difference; None if float64 cannot represent it."""
+    """Return the largest difference, or None if float64 cannot represent it."""
     return largest if 0 <= largest < inf else None
 
 

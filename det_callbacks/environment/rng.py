@@ -90,7 +90,7 @@ def used_generators(homes: Homes | None = None) -> Iterator[tuple[str, Generator
 
 
 def generator_on(device: torch.device) -> tuple[str, int, Generator] | None:
-    """Return kind, index and default generator of a device before its use; None for the CPU and the like."""
+    """Return kind, index and default generator of a device before its use, or None for the CPU and the like."""
     kind = device.type
     if kind not in KINDS:
         return None
@@ -206,7 +206,7 @@ def _bits(generator: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class GeneratorStates:
-    """The states of generators at one moment, by name, in a form for JSON; None if a state could not be read."""
+    """The states of generators at one moment, by name, in a form for JSON, or None if a state could not be read."""
 
     states: Mapping[str, Any]
 

@@ -4,7 +4,7 @@ LAUNCH = "DET_CALLBACKS_LAUNCH"
 """The request of ``det-callbacks record``, ``verify`` or ``check``, as JSON: see ``integrations/launch.py``."""
 
 REFUSAL = "refusal"
-"""File beside the claim of a launch, where the callback writes why it ended the script."""
+"""File next to the claim of a launch, where the callback writes why it ended the script."""
 
 FILL_MEMORY = "DET_CALLBACKS_FILL_MEMORY"
 """``DeterminismCallback`` fills memory that recorded ops allocate without writing it with this byte, at level op."""

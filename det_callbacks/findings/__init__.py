@@ -1,1 +1,1 @@
-"""What one run shows is wrong, although it repeats: a file for each finding, their order in ``table.py``."""
+"""Mistakes that a single run reveals, although it is reproducible: a file for each, their order in ``table.py``."""

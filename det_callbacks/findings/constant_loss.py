@@ -3,7 +3,7 @@
 Example:
     The loss has the same bits in all 8 examined steps, from step 0 to 7, although the batches
     differ. Check whether it depends on the batch: dead ReLUs, an output that is saturated,
-    detached or overwritten, or a loss of constants make it constant.
+    detached or overwritten, or a loss computed from constants make it constant.
 """
 
 from det_callbacks.findings.facts import MIN_BATCHES, MIN_STEPS, FitFacts
@@ -36,12 +36,12 @@ def find(fit: FitFacts) -> Found | None:
         explanation=f"The loss has the same bits in all {len(losses)} examined steps, {from_to(losses)}, although the "
         "batches differ",
         advice="Check whether it depends on the batch: dead ReLUs, an output that is saturated, detached or "
-        "overwritten, or a loss of constants make it constant",
+        "overwritten, or a loss computed from constants make it constant",
     )
 
 
 def _is_loss(site: Site) -> bool:
-    """Return whether a site is a loss, with which a backward pass of the step began."""
+    """Return whether a site is a loss that started a backward pass of the step."""
     if site.phase != "forward" or site.role != "named" or site.op or site.module or site.name is None:
         return False
     return site.name == "loss" or site.name.startswith("loss[")

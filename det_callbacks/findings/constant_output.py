@@ -54,7 +54,7 @@ def find(fit: FitFacts) -> Found | None:
 def _losing_change(program: Program, changes: np.ndarray) -> list[str | None]:
     """Return the module in which each constant site lost a change: that of an op with inputs that change.
 
-    None if a site changes, or follows from no site that does; the states of generators do not count.
+    The entry is None if the site changes or depends on no site that does; states of generators do not count.
     """
     follows = changes & (program.roles != "generator")
     found: list[str | None] = [None] * len(program)

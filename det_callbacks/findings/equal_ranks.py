@@ -1,8 +1,8 @@
 """Ranks get equal batches, or draw equal random numbers in their forward passes.
 
 Example:
-    Ranks 0, 1 get the same batches, in steps 0 to 15. Give each rank its share of the data: a
-    DistributedSampler, which Lightning adds unless use_distributed_sampler is False, or an
+    Ranks 0 and 1 get the same batches, in steps 0 to 15. Give each rank its share of the data:
+    a DistributedSampler, which Lightning adds unless use_distributed_sampler is False, or an
     IterableDataset that yields different samples on each rank.
 """
 

@@ -29,7 +29,7 @@ MAX_RANKS, MAX_FITS = 8, 4  # processes, and fits of each: the first ones
 MAX_STEPS = 4_000  # whose digests are read: the first and the last half of these
 MAX_BYTES = 256 * 2**20  # of these digests
 MAX_NOTED = 20_000  # steps whose evidence is read: the first of each fit
-MAX_PROGRAMS = 16  # of a fit; steps of further ones are left out
+MAX_PROGRAMS = 16  # of a fit; steps of other programs are left out
 
 MIN_STEPS = 5  # that must show a finding
 MIN_BATCHES = 3  # different ones among them
@@ -54,7 +54,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """Indices that a sampler drew for a step: their digest, and the first 256 as text."""
+    """Indices that a sampler drew for a step: the digest of all, and the first 256 as text."""
 
     step: int
     digest: int

@@ -1,7 +1,7 @@
-"""A parameter never changes, although its updates have gradients that change and are more than rounding.
+"""A parameter never changes, although its gradients change and exceed rounding error.
 
 Example:
-    last.weight, last.bias had gradients in 8 updates, from step 0 to 7, and never changed.
+    last.weight and last.bias had gradients in 8 updates, from step 0 to 7, and never changed.
     Check the learning rate of their parameter group, code that restores them, and their dtype:
     bfloat16 rounds a small update away.
 """

@@ -1,10 +1,10 @@
 """A parameter gets gradients, no optimizer has it, and it never changes.
 
 Example:
-    last.weight, last.bias get gradients and are in no optimizer, so they keep their first
-    values. Pass them to an optimizer: self.parameters() has the modules that are registered by
-    then, and lists of modules need nn.ModuleList. Call requires_grad_(False) on parameters that
-    should not change.
+    last.weight and last.bias get gradients and are in no optimizer, so they keep their initial
+    values. Pass them to an optimizer: self.parameters() covers only modules that are registered
+    before the call, and a list of modules must be an nn.ModuleList. Call requires_grad_(False)
+    on parameters that should not change.
 """
 
 from det_callbacks.findings.facts import MIN_STEPS, FitFacts
@@ -28,14 +28,15 @@ def find(fit: FitFacts) -> Found | None:
     if not names:
         return None
     if len(names) == 1:
-        what = "gets gradients and is in no optimizer, so it keeps its first value"
+        what = "gets gradients and is in no optimizer, so it keeps its initial value"
     else:
-        what = "get gradients and are in no optimizer, so they keep their first values"
+        what = "get gradients and are in no optimizer, so they keep their initial values"
     return found_in(
         fit,
         steps=steps,
         names=names,
         explanation=f"{listed(names)} {what}",
-        advice="Pass them to an optimizer: self.parameters() has the modules that are registered by then, and lists of "
-        "modules need nn.ModuleList. Call requires_grad_(False) on parameters that should not change",
+        advice="Pass them to an optimizer: self.parameters() covers only modules that are registered before the call, "
+        "and a list of modules must be an nn.ModuleList. Call requires_grad_(False) on parameters that should not "
+        "change",
     )

@@ -1,8 +1,8 @@
 """Consecutive steps of an epoch get the same batch.
 
 Example:
-    5 of 5 steps from step 3 to 7 get the same batch as the step before (batch[0], batch[1]).
-    Check what the training iterates over: next(iter(loader)) starts again in each step, and an
+    All 5 steps from step 3 to 7 get the previous step's batch (batch[0] and batch[1]). Check
+    what the training iterates over: next(iter(loader)) restarts the loader in each step, and an
     iterator may be stuck.
 """
 
@@ -16,7 +16,7 @@ from det_callbacks.text import listed
 NAME = "repeated_batch"
 LEVEL: Level = "state"
 
-MIN_SHARE = 1 / 3  # of steps that repeat the one before, if at most two in a row do
+MIN_SHARE = 1 / 3  # of steps that repeat the previous step's batch, if at most two in a row do
 
 
 @of_one_process
@@ -41,14 +41,14 @@ def find(fit: FitFacts) -> Found | None:
     if longest < MIN_STEPS - 1 and not is_often:
         return None
     num_steps = sum(repeated[0] <= step <= repeated[-1] for step, *_ in fit.batches)
+    which = f"{len(repeated):,} of {num_steps:,}" if len(repeated) < num_steps else f"All {num_steps:,}"
     return found_in(
         fit,
         steps=repeated,
         names=names,
-        explanation=f"{len(repeated):,} of {num_steps:,} steps {from_to(repeated)} get the same batch as the step "
-        f"before ({listed(names)})",
-        advice="Check what the training iterates over: next(iter(loader)) starts again in each step, and an iterator "
-        "may be stuck",
+        explanation=f"{which} steps {from_to(repeated)} get the previous step's batch ({listed(names)})",
+        advice="Check what the training iterates over: next(iter(loader)) restarts the loader in each step, and an "
+        "iterator may be stuck",
     )
 
 

@@ -1,10 +1,10 @@
 """A generator returns to the state of an earlier step, because something seeds it inside the loop.
 
 Example:
-    The generator torch.cpu is at step 8 in the state that it had at step 4, so both draw the
+    At step 8 the generator torch.cpu is back in its state of step 4, so both steps draw the
     same numbers (dropout masks, noise, augmentation). Seed once, before the training: look for
-    seed_everything, manual_seed and set_rng_state in training_step, in hooks, in the data set
-    and in the validation.
+    seed_everything, manual_seed and set_rng_state in training_step, hooks, the data set and the
+    validation code.
 """
 
 from det_callbacks.findings.facts import FitFacts, Series
@@ -29,7 +29,7 @@ def find(fit: FitFacts) -> Found | None:
                 return _returned(fit, name, since[state], step)
             since[state] = step
             before = state
-    # a step that seeds within itself shows in the states that its ops read
+    # seeding inside a step shows in the states that its ops read
     first, last = (fit.series(_draws, takes_first=takes_first) for takes_first in (True, False))
     for name, series in first.items():
         has_moved = len(set(states.get(name, {}).values())) > 1
@@ -40,7 +40,7 @@ def find(fit: FitFacts) -> Found | None:
 
 
 def _draws(site: Site) -> str | None:
-    """Return the generator whose state an op reads before it draws; the step's reading of it comes first."""
+    """Return the generator whose state an op reads before it draws; a step first reads that state without an op."""
     is_read = site.role == "generator" and site.occurrence > 0
     return site.name if is_read and site.name is not None and site.name.startswith("torch.") else None
 
@@ -58,8 +58,8 @@ def _returned(fit: FitFacts, name: str, first: int, again: int) -> Found:
         fit,
         steps=(first, again),
         names=[name],
-        explanation=f"The generator {name} is at step {again} in the state that it had at step {first}, so both draw "
+        explanation=f"At step {again} the generator {name} is back in its state of step {first}, so both steps draw "
         "the same numbers (dropout masks, noise, augmentation)",
         advice="Seed once, before the training: look for seed_everything, manual_seed and set_rng_state in "
-        "training_step, in hooks, in the data set and in the validation",
+        "training_step, hooks, the data set and the validation code",
     )

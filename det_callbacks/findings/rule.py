@@ -34,7 +34,7 @@ class Rule(Protocol):
     LEVEL: Level
 
     def find(self, fits: Fits, /) -> Found | None:
-        """Return where the finding applies; None if it does not, or if the recording lacks the facts."""
+        """Return where the finding applies, or None if it does not, or if the recording lacks the facts."""
 
 
 def of_one_process(look: Callable[[FitFacts], Found | None]) -> Callable[[Fits], Found | None]:

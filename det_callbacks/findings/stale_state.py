@@ -1,9 +1,9 @@
-"""The statistics of a normalisation, or an averaged copy of the weights, never change, while their weights do.
+"""The statistics of a normalisation, or an averaged copy of the weights, never change, although the weights do.
 
 Example:
-    norm.running_mean, norm.running_var never change in steps 0 to 7, while norm.weight does. If
-    you do not intend this, call train(): a module in eval mode keeps its statistics, also after
-    a validation that called eval().
+    norm.running_mean and norm.running_var never change in steps 0 to 7, although norm.weight
+    does. If you do not intend this, call train(): a module in eval mode does not update its
+    statistics; a validation may have called eval().
 """
 
 import re
@@ -38,8 +38,8 @@ def _statistics(fit: FitFacts) -> Found | None:
     return _stale(
         fit,
         weights,
-        "If you do not intend this, call train(): a module in eval mode keeps its statistics, also after a validation "
-        "that called eval()",
+        "If you do not intend this, call train(): a module in eval mode does not update its statistics; a validation "
+        "may have called eval()",
     )
 
 
@@ -73,6 +73,6 @@ def _stale(fit: FitFacts, moving: dict[str, str], advice: str) -> Found | None:
         fit,
         steps=steps,
         names=moving,
-        explanation=f"{listed(moving)} never {change} in {span(steps)}, while {listed(moving.values())} {do}",
+        explanation=f"{listed(moving)} never {change} in {span(steps)}, although {listed(moving.values())} {do}",
         advice=advice,
     )

@@ -1,4 +1,4 @@
-"""The findings in their order: data, generators, parameters, computation, state."""
+"""The findings in order: data, generators, parameters, computation, state."""
 
 import tomllib
 from collections.abc import Collection, Sequence

@@ -1,9 +1,9 @@
-"""The backward pass adds to a gradient that the update before used and that was not cleared.
+"""The backward pass adds to a gradient that the previous update used and nothing cleared.
 
 Example:
-    In 7 steps, from step 1 to 7, the backward pass added to the gradients of first.weight,
-    first.bias, norm.weight and 3 more that the update of the step before had used. Call
-    zero_grad after each update, or before the first backward pass of the next update.
+    In 7 steps, from step 1 to 7, the backward pass added to gradients that the previous step's
+    update had already used: first.weight, first.bias, norm.weight and 3 more. Call zero_grad
+    after each update, or before the first backward pass of the next update.
 """
 
 from itertools import pairwise
@@ -35,13 +35,13 @@ def find(fit: FitFacts) -> Found | None:
     if not often:
         return None
     numbers = {step for known in often.values() for step in known}
-    gradients = "gradient" if len(often) == 1 else "gradients"
+    gradients = "a gradient" if len(often) == 1 else "gradients"
     return found_in(
         fit,
         steps=numbers,
         names=often,
-        explanation=f"In {count(len(numbers), 'step')}, {from_to(numbers)}, the backward pass added to the "
-        f"{gradients} of {listed(often)} that the update of the step before had used",
+        explanation=f"In {count(len(numbers), 'step')}, {from_to(numbers)}, the backward pass added to {gradients} "
+        f"that the previous step's update had already used: {listed(often)}",
         advice="Call zero_grad after each update, or before the first backward pass of the next update",
     )
 

@@ -1,8 +1,8 @@
 """Parameters that DistributedDataParallel keeps equal on all ranks differ from rank to rank.
 
 Example:
-    first.weight, first.bias, norm.weight and 3 more differ between ranks 0, 1, in steps 0 to 7.
-    Their gradients are not averaged, or only one rank updates them: check for code that
+    first.weight, first.bias, norm.weight and 3 more differ between ranks 0 and 1, in steps 0 to
+    7. Their gradients are not averaged, or only one rank updates them: check for code that
     bypasses the wrapped module's forward, moves it to another device, or writes weights.
     ReplicaAuditCallback stops at the first difference.
 """

@@ -1,9 +1,9 @@
-"""An op reads a tensor of torch.empty that the ops of the step wrote only partly.
+"""An op reads a torch.empty tensor that the step's ops only partly wrote.
 
 Example:
     aten.nan_to_num.default reads a tensor (float32 [8, 18]) that was only partly written after
-    its allocation, in steps 0 to 7, at net.py:7 in forward. Its other elements hold what the
-    memory held before, so they may change at any time: write all of the tensor, or allocate it
+    its allocation, in steps 0 to 7, at net.py:7 in forward. Its other elements hold whatever
+    was in memory, so they can differ from run to run: write all of the tensor, or allocate it
     with torch.zeros. If NumPy or a raw kernel writes it, the recorder cannot see that write.
 """
 
@@ -40,9 +40,9 @@ def find(fit: FitFacts) -> Found | None:
         steps=of_first,
         names=dict.fromkeys(place for place, *_ in steps),
         explanation=f"{read} that was only partly written after its allocation, in {span(of_first)}{line}",
-        advice="Its other elements hold what the memory held before, so they may change at any time: write all of "
-        "the tensor, or allocate it with torch.zeros. If NumPy or a raw kernel writes it, the recorder cannot see "
-        "that write",
+        advice="Its other elements hold whatever was in memory, so they can differ from run to run: write all of the "
+        "tensor, or allocate it with torch.zeros. If NumPy or a raw kernel writes it, the recorder cannot see that "
+        "write",
     )
 
 

@@ -139,7 +139,7 @@ class _TrainerRun(TrainingRun):
                 self.log(name, value)
 
     def save(self, folder: Path, state: TrainerState) -> None:
-        """Write the digests of a checkpoint beside its folder, and remove those of deleted folders."""
+        """Write the digests of a checkpoint next to its folder, and remove those of deleted folders."""
         # all ranks have written their parts
         self._group.run_on_all(lambda: None, task=f"saving {folder}")
         if self._training.rank:
@@ -189,8 +189,8 @@ class DeterminismCallback(TrainerCallback):
             only be "plain".
 
     Attributes:
-        verdict: the Verdict of a verification; None before its end.
-        audit_report: the AuditReport of an audit; None before its end.
+        verdict: the Verdict of a verification, or None before its end.
+        audit_report: the AuditReport of an audit, or None before its end.
         replica_report: the ReplicaReport of the last audit of the replicas, or None.
 
     Raises:

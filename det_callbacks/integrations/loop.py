@@ -152,8 +152,8 @@ class TrainingRun(FollowedRun):
         arguments: as for ``DeterminismCallback``, except ``resume`` and ``log_metrics``.
 
     Attributes:
-        verdict: the Verdict of a verification; None before the end of the block.
-        audit_report: the AuditReport of an audit; None before the end of the block.
+        verdict: the Verdict of a verification, or None before the end of the block.
+        audit_report: the AuditReport of an audit, or None before the end of the block.
 
     Raises:
         SelectionError: an argument is not allowed, a step begins within a step, or an optimizer steps

@@ -101,7 +101,7 @@ TORCH.optional(
 
 
 def forward_code(node: object) -> CodeType | None:
-    """Return the forward code of a Python autograd Function by its node; None for torch's nodes."""
+    """Return the forward code of a Python autograd Function by its node, or None for torch's nodes."""
     forward = getattr(getattr(type(node), "_forward_cls", None), "forward", None)
     return getattr(forward, "__code__", None)
 

@@ -93,7 +93,7 @@ def compare_modules(
         if not isinstance(module, nn.Module):
             raise TypeError(f"{name} is a torch.nn.Module; got {module!r}. Wrap a function in a module that calls it.")
     if type(iterations) is not int or iterations < 1:
-        raise ValueError(f"iterations is a number from 1 on; got {iterations!r}")
+        raise ValueError(f"iterations must be an integer >= 1; got {iterations!r}")
     if type(seed) is not int or not 0 <= seed <= MAX_SEED:
         raise ValueError(f"seed is a number from 0 to {MAX_SEED}; got {seed!r}")
     given = None if rtol is None or atol is None else Tolerance(float(rtol), float(atol))
@@ -349,7 +349,7 @@ def _plain_name(name: str) -> str:
 
 
 def _default_loss(leaves: list[Any], seed: int) -> Tensor | None:
-    """Return the mean squared distance of floating-point and complex leaves to random numbers; None without any.
+    """Return the mean squared distance of floating-point and complex leaves to random numbers, or None without any.
 
     The gradient of a sum is zero after a softmax, and that of a mean of squares after a normalisation.
     """

@@ -50,7 +50,7 @@ class TensorComparison:
     phase: Phase
     name: str  # module, parameter, buffer, or path in the inputs or outputs ("output['logits']")
     kind: Kind
-    base: str | None  # "float32 [4, 8]"; None if the base does not have it
+    base: str | None  # "float32 [4, 8]", or None if the base does not have it
     control: str | None  # the same for the control
     measure: Measure | None = None  # None if the elements cannot be matched
     rtol: float = 0.0
@@ -133,7 +133,7 @@ class NumericsReport:
 
     @property
     def worst(self) -> TensorComparison | None:
-        """The tensor with the largest multiple of its tolerance; None if all are equal."""
+        """The tensor with the largest multiple of its tolerance, or None if all are equal."""
         return max((found for found in self.differing if found.decides), key=lambda found: found.excess, default=None)
 
     def assert_close(self) -> None:

@@ -49,7 +49,7 @@ class ObserverContext:
         tensor_budget_mib: when recording, MiB that ``observe_non_deterministic`` may save in a step.
 
     Attributes:
-        verdict: the Verdict of a comparison; None before its end, and when recording.
+        verdict: the Verdict of a comparison, or None before its end, and when recording.
         mismatches: the first 100 differences from the reference, in completed steps.
 
     Raises:

@@ -64,7 +64,7 @@ def rebuild(tree: Any, path: str, values: Mapping[str, Any]) -> Any:
 
 
 def _entries(tree: Any) -> list[tuple[str, Any]] | None:
-    """Return the entries of a structure with their suffixes to its path; None for other objects."""
+    """Return the entries of a structure with their suffixes to its path, or None for other objects."""
     if tree is None:  # Dynamo of torch 2.11 cannot check whether it is a dataclass
         return None
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):

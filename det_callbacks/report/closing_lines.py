@@ -70,10 +70,10 @@ def nothing_recorded_text(*, path: Path, selected: str) -> str:
     """Return the error of a fit without a recorded step; ``selected`` is "" for a resumed one."""
     if selected:
         return (
-            f"The fit recorded nothing in {path}, because it had no step that {selected} selects. Select a step that "
-            "the training reaches."
+            f"The fit recorded nothing in {path}, because it ran no step that {selected} selects. Select a step that "
+            "the fit reaches."
         )
-    done = f"The checkpoint is from a finished training, so there was no step to train, and {path} is unchanged"
+    done = f"The checkpoint is from a finished run, so there was no step to train, and {path} is unchanged"
     return f"{done}. Resume from an earlier checkpoint, or train longer (max_epochs, max_steps)."
 
 
@@ -90,7 +90,7 @@ def verified_line(verdict: Verdict, *, level: str, report: Path | None = None) -
 
 
 def waiting_line(verdict: Verdict, *, stages: Sequence[str], num_ended: int, level: str) -> str:
-    """Return the line of a fit that matched, while the reference holds more: no verdict yet."""
+    """Return the line of a fit that matches while the reference has more parts, so there is no verdict yet."""
     return (
         f"det_callbacks: part {num_ended} ({stages[num_ended - 1]}) of {len(stages)} matches {verdict.reference}: "
         f"verified {_compared(verdict, level)}; the verdict follows after the last part"
@@ -136,7 +136,7 @@ def audit_line(report: AuditReport, *, folder: Path, missed: Sequence[int] = ())
     if not report.findings:
         return f"det_callbacks: every op repeated its bits: {what} (in {folder})"
     ops = count(len(report.findings), "op")
-    return f"det_callbacks: {ops} gave different bits: {what} (audit.json and replay.yaml: {folder})"
+    return f"det_callbacks: {ops} produced different bits: {what} (audit.json and replay.yaml: {folder})"
 
 
 def audit_lines(report: AuditReport, *, replay: Path) -> str:
@@ -156,7 +156,7 @@ def audit_lines(report: AuditReport, *, replay: Path) -> str:
             "Uninitialised: an op repeats its bits, but its output depends on memory that nothing has written. Write "
             "all of that memory, or allocate it with torch.zeros."
         ]
-    begin = f"{count(len(report.findings), 'op')} gave different bits from the same inputs when run again."
+    begin = f"{count(len(report.findings), 'op')} produced different bits from the same inputs when rerun."
     table = Table(columns=columns, rows=rows, limit=MAX_FINDINGS)
     return to_text([Section(lines=[begin]), Section(table=table), Section(lines=advice)])
 
@@ -167,7 +167,7 @@ def replicas_text(report: "ReplicaReport") -> str:
     agreed = "This was the first audit." if last is None else f"They last agreed {_when(last)}."
     differences = "\n".join(f"  {line}" for line in at_most(MAX_DIFFERENCES, [*map(_difference, report.differences)]))
     return (
-        f"The replicas of this training differ {_when(report.step)}: {count(num_names, 'tensor')} on "
+        f"The replicas of this run differ {_when(report.step)}: {count(num_names, 'tensor')} on "
         f"{report.world_size} ranks. {agreed}\n\n{differences}\n\n"
         f"Compared: {count(report.num_compared, 'tensor')} of this rank{_left_out(report.left_out)}.\n"
         "To find the op, record with DeterminismCallback and verify. To exclude tensors "

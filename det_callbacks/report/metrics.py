@@ -14,13 +14,16 @@ def explain_metric(metric: MetricDifference) -> str:
     ours, theirs = (f"{one.value} ({one.dtype} {list(one.shape)}, {one.digest})" for one in (left, right))
     if left.value != right.value:
         ours, theirs = left.value, right.value
-    return f"{what} differs: {ours} in the reference, {theirs} now"
+    return f"{what} differs: {ours} in the reference, {theirs} in the current run"
 
 
 def metric_lines(metric: MetricDifference) -> tuple[str, ...]:
-    """Return the evidence of a metric, one finding a line."""
+    """Return the evidence of a metric, one fact per line."""
     where = _reading(metric)
-    return tuple(f"{name}, {where}: {ours} in the reference, {theirs} now" for name, ours, theirs in metric.evidence)
+    return tuple(
+        f"{name}, {where}: {ours} in the reference, {theirs} in the current run"
+        for name, ours, theirs in metric.evidence
+    )
 
 
 def advise_metric(metric: MetricDifference) -> str:
@@ -33,13 +36,13 @@ def advise_metric(metric: MetricDifference) -> str:
         todo = "Check where epochs end: limit_train_batches, drop_last, the length of the data"
         return todo if metric.is_read_in_one else ""
     if found.startswith(GENERATOR):
-        return f"Seed the code that computes it: the {found} differs"
+        return f"The {found} differs, so seed the code that computes the metric"
     if found:
-        return f"Check the data that it is computed from: the {found} differs"
+        return f"The {found} differs, so check the data that the metric is computed from"
     if metric.is_after_gap:
         return begun_before("The difference may have started", reading.step + 1, metric.choices)
     later = "" if reading.where == "epoch" else ", and only the first batch of each loader is compared"
-    todo = f"Check how it is computed: everything recorded of generators and data matches{later}"
+    todo = f"The recorded generators and data match{later}, so check how the metric is computed"
     left_out = f"""modules=["*", "!metric/{metric.name}"] (on the command line: --modules '*,!metric/{metric.name}')"""
     return f"{todo}. To leave out a metric that cannot repeat, such as a wall clock, record again with {left_out}"
 

@@ -35,7 +35,7 @@ def mismatch_text(report: "CheckpointReport") -> str:
     num_compared = sum(report.sections.values())
     lines = [f"{report.path} is not what was saved."]
     lines += [f"  {line}" for line in at_most(MAX_ENTRIES, [*map(_difference, report.entries)])]
-    lines += [f"  resume: {name} is missing beside it, or of another save" for name in report.missing_files]
+    lines += [f"  resume: {name} is missing next to it, or of another save" for name in report.missing_files]
     right = num_compared - sum(entry.kind != "extra" for entry in report.entries)
     lines.append(f"{right:,} of {count(num_compared, 'entry')} are what was saved.")
     if not report.entries and not report.has_same_bytes:
@@ -59,7 +59,7 @@ def _difference(entry: "EntryDifference") -> str:
 def unrestored_line(path: str) -> str:
     """Return the line on a checkpoint that Lightning alone resumes."""
     return (
-        f"det_callbacks: {path} is resumed by Lightning alone: no saved state of generators and data is beside it. "
+        f"det_callbacks: {path} is resumed by Lightning alone: no saved state of generators and data is next to it. "
         "With shuffling, augmentation or dropout, the run will not be the same run"
     )
 

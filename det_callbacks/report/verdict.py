@@ -57,9 +57,9 @@ def headline(verdict: Verdict) -> str:
 
 
 def is_certain_change(verdict: Verdict) -> bool:
-    """Return whether the training certainly changed, also if the machine did.
+    """Return whether the training certainly changed, even if the machine did too.
 
-    A different machine or version may change the bits of an op and which ops run, but no choice, no shape of a batch
+    A different machine or version may change the bits of an op and which ops run, but no setting, no shape of a batch
     or a weight, and no number of steps.
     """
     first = verdict.first_divergence
@@ -86,7 +86,7 @@ def disagreement_text(verdict: Verdict, *, path: Path, num_agreed: int, num_drop
         f"({count(num_agreed, 'step')} before it matched). The recorded run is unchanged, without the "
         f"{count(num_dropped, 'new step')} of this attempt{where}.\n\n"
         f"{verdict.explanation if rank else verdict_lines(verdict)}\nFind what the checkpoint did not restore, or "
-        "record this training to another folder, or over this run with overwrite=True."
+        "record to another folder, or over this run with overwrite=True."
     )
 
 
@@ -116,7 +116,7 @@ def details_report(verdict: Verdict, *, lists_all: bool) -> list[Section]:
     measured = next((one for one in (first, *origins) if one is not None and one.numbers is not None), None)
     if measured is not None and measured.numbers is not None:
         facts = [] if measured == first else [("op", f"{_call(measured)} in {measured.module or 'no module'}")]
-        facts += [("", f"cannot be told: {measured.numbers.problem}")] if measured.numbers.problem else []
+        facts += [("", f"cannot be measured: {measured.numbers.problem}")] if measured.numbers.problem else []
         facts += [(tensor.tensor, _how_much(tensor)) for tensor in measured.numbers.output]
         report.append(Section(title="By how much", facts=facts))
     if origins:
@@ -140,7 +140,7 @@ def environment_table(differences: Sequence[EnvironmentDifference]) -> Table:
 
 def _kind(difference: EnvironmentDifference) -> tuple[str, str]:
     if not difference.is_machine:
-        return "choice", "-"  # a choice is made to change bits
+        return "choice", "-"  # users set it in order to change bits
     return "machine", "yes" if difference.changes_bits else "no"
 
 
@@ -157,11 +157,16 @@ def _facts(divergence: Divergence) -> list[tuple[str, str]]:
         ("name", divergence.name or ""),
         ("kind", f"{divergence.kind}: {_KINDS[divergence.kind]}"),
         ("tensor", "" if divergence.dtype is None else f"{divergence.dtype}{shape}"),
-        ("digests", f"{divergence.reference_digest or '-'} in the reference, {divergence.current_digest or '-'} now"),
+        ("digests", _both_digests(divergence)),
         ("origin", _role(divergence)),
         *(("" if index else "source", line) for index, line in enumerate(divergence.source)),
     ]
     return [(name, fact) for name, fact in facts if fact]
+
+
+def _both_digests(divergence: Divergence) -> str:
+    ours, theirs = divergence.reference_digest or "-", divergence.current_digest or "-"
+    return f"{ours} in the reference, {theirs} in the current run"
 
 
 def _role(divergence: Divergence) -> str:
@@ -233,7 +238,7 @@ def _how_much(tensor: TensorNumbers) -> str:
     parts += [f"{number:,} with {what}" for what, number in odd if number]
     if tensor.first is not None and tensor.first_values is not None:
         ours, theirs = tensor.first_values
-        parts.append(f"first at {list(tensor.first)}: {ours} in the reference, {theirs} now")
+        parts.append(f"first at {list(tensor.first)}: {ours} in the reference, {theirs} in the current run")
     return ", ".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""The evidence of a process, which explains differences, in a file beside the steps."""
+"""The evidence of a process, which explains differences, in a file next to the steps."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -83,7 +83,7 @@ class NondeterministicOp:
 
 
 def evidence_path(stream: Path) -> Path:
-    """Return the path of the evidence beside a stream of steps."""
+    """Return the path of the evidence next to a stream of steps."""
     return stream.with_name(f"{stream.name.removesuffix('.arrows')}.evidence.arrows")
 
 

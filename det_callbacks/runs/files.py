@@ -67,14 +67,14 @@ Content = TypeVar("Content")
 def damaged(path: Path, what: object) -> ReferenceFormatError:
     """Return the error for a damaged file."""
     return ReferenceFormatError(
-        f"{path} is damaged: {what}. The other files of the run were not looked at further; record the run again, or "
-        "restore this file from a copy.",
+        f"{path} is damaged: {what}. Other files of the run were not checked; record the run again, or restore this "
+        "file from a copy.",
         str(path),
     )
 
 
 def read_json(path: Path, kind: type[Content]) -> Content:
-    """Return the content of a JSON file; raise ReferenceFormatError, which names a field of another type."""
+    """Return the content of a JSON file; raise ReferenceFormatError, which names a field of the wrong type."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except READ_ERRORS as error:
@@ -96,7 +96,7 @@ def unseal(line: bytes, kind: type[Content], *, run_id: str) -> Content:
     """Return the sealed content; raise ValueError if it was changed, or is from another run."""
     sealed = msgspec.json.decode(line, type=_Sealed)
     if sealed.digest != _seal_digest(bytes(sealed.content), run_id):
-        raise ValueError("its content is not what its digest says")
+        raise ValueError("its content does not match its digest")
     return msgspec.json.decode(sealed.content, type=kind)
 
 
@@ -163,24 +163,24 @@ def _read_sites(path: Path) -> list[SiteRow]:
         if [row.id for row in rows] != ids or table_name(
             digest_bytes(np.array(ids, dtype=np.uint64).tobytes())
         ) != path.name:
-            raise ValueError("its content is not what its name says")
+            raise ValueError("its content does not match the id in its name")
         return rows
 
     return _read(path, make)
 
 
 def read_program(folder: Path, sites: SiteTable, identity: int) -> Program:
-    """Return a program; raise ReferenceFormatError if its file is damaged or of another version."""
+    """Return a program; raise ReferenceFormatError if its file is damaged or has a different version."""
 
     def make(content: bytes) -> Program:
         ids, num_read, read, counts = _program_columns(content)
         try:
             rows = sites.rows(ids)
         except KeyError as error:
-            raise ValueError(f"none of the files in {folder / SITES} has its site {error}") from error
+            raise ValueError(f"no file in {folder / SITES} has site {error} of this program") from error
         program = Program(rows=rows, num_read=num_read, read=read, **counts)
         if program.id != identity:
-            raise ValueError("its content is not what its name says")
+            raise ValueError("its content does not match the id in its name")
         return program
 
     return _read(table_path(folder, PROGRAMS, identity), make)
@@ -199,7 +199,7 @@ def _program_columns(content: bytes) -> _Columns:
     counts = json.loads(table.schema.metadata[b"counts"])
     ids, inputs = table.column("site").combine_chunks(), table.column("inputs").combine_chunks()
     if table.schema.metadata[b"digest"].decode() != _counts_digest(ids.to_numpy(), counts):
-        raise ValueError("its sites or counts are not what its digest says")
+        raise ValueError("its sites or counts do not match its digest")
     num_read, read = inputs.value_lengths().to_numpy(), inputs.flatten().to_numpy()
     return _Columns(ids.to_pylist(), num_read, read, msgspec.structs.asdict(msgspec.convert(counts, _Counts)))
 
@@ -212,12 +212,12 @@ class _Counts(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_layout(folder: Path, identity: int) -> Layout:
-    """Return a layout; raise ReferenceFormatError if its file is damaged or of another version."""
+    """Return a layout; raise ReferenceFormatError if its file is damaged or of a different version."""
 
     def make(content: bytes) -> Layout:
         layout, found = _layout_of(content)
         if found != identity:
-            raise ValueError("its content is not what its name says")
+            raise ValueError("its content does not match the id in its name")
         return layout
 
     return _read(table_path(folder, LAYOUTS, identity), make)
@@ -271,7 +271,7 @@ def read_source_text(folder: Path) -> dict[str, tuple[str, ...]]:
     for path in sorted((folder / SOURCES).glob("*.json")):
         text = read_json(path, dict[str, tuple[str, ...]])
         if path.stem != format_digest(digest_bytes(path.read_bytes())):
-            raise damaged(path, "its content is not what its name says")
+            raise damaged(path, "its content does not match the digest in its name")
         for place, lines in text.items():
             found.setdefault(place, set()).add(lines)
     return {place: lines.pop() for place, lines in found.items() if len(lines) == 1}
@@ -325,7 +325,7 @@ def _table_of(content: bytes, schema: pa.Schema) -> pa.Table:
     if version != str(FORMAT_VERSION).encode():
         raise ValueError(f"it has format version {version!r} instead of {FORMAT_VERSION}")
     if not table.schema.equals(schema):
-        raise ValueError("its columns are others than a run's")
+        raise ValueError("its columns are not those of a run")
     if not np.array_equal(table.column("position"), np.arange(len(table))):
         raise ValueError("its rows are not in order")
     return table.drop_columns(["position"])

@@ -66,7 +66,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the content of run.json; an error if it is missing, damaged or of another version."""
+    """Return the content of run.json; an error if it is missing, damaged or has a different version."""
     path = folder / MANIFEST
     if not os.path.isfile(path):  # Path.is_file raises where the name is too long
         runs = folder.glob(f"*/{MANIFEST}") if os.path.isdir(folder) else ()

@@ -82,7 +82,7 @@ class Readings:
 
 
 def metrics_path(stream: Path) -> Path:
-    """Return the path of the metrics beside a stream of steps."""
+    """Return the path of the metrics next to a stream of steps."""
     return stream.with_name(f"{stream.name.removesuffix('.arrows')}.metrics.jsonl")
 
 

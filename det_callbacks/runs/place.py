@@ -1,4 +1,4 @@
-"""Where a run is written: to its folder, or beside the run that it replaces when it is complete."""
+"""Where a run is written: to its folder, or next to the run that it replaces when it is complete."""
 
 import re
 import shutil
@@ -23,7 +23,7 @@ _OUR_NAME = re.compile(
 def make_room(path: Path, *, purpose: Purpose = "record", overwrite: bool = False) -> Path:
     """Make the folder of a new run, and return where to write it; RunExistsError if something is in the way.
 
-    With ``overwrite``, that is beside the earlier run. A verification replaces an earlier one.
+    With ``overwrite``, that is next to the earlier run. A verification replaces an earlier one.
     """
     make_folder(path, instead=ANOTHER_FOLDER[purpose])
     _finish_replacing(path)
@@ -47,7 +47,7 @@ def make_room(path: Path, *, purpose: Purpose = "record", overwrite: bool = Fals
 
 
 def put_in_place(path: Path) -> None:
-    """Replace the run in a folder with the complete one beside it; after a kill in between, ``make_room`` finishes."""
+    """Replace the run in a folder with the complete one in it; after a kill in between, ``make_room`` finishes."""
     with writing(path):
         (path / REPLACEMENT).rename(path / COMPLETE)
     _finish_replacing(path)

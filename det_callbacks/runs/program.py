@@ -245,7 +245,7 @@ def without_surrogates(text: str) -> str:
 
 @dataclass(frozen=True)
 class Layout:
-    """The layouts of one step, one entry per site; None for a site without a tensor (argument, generator)."""
+    """The layouts of one step, one entry per site, or None for a site without a tensor (argument, generator)."""
 
     entries: tuple[TensorLayout | None, ...]
 

@@ -50,23 +50,26 @@ class Selection:
         for pattern in self.modules:
             if pattern.startswith(("!", "metric/")) and not pattern.startswith(_LEFT_OUT):
                 raise SelectionError(
-                    f'modules: {pattern!r} chooses no modules; a metric is left out by "{_LEFT_OUT}NAME" beside them.'
+                    f"modules: {pattern!r} selects no modules; to leave out a metric, add "
+                    f'"{_LEFT_OUT}NAME" to the patterns of modules.'
                 )
         phases = as_names("phases", self.phases)
         if not phases or not set(phases).issubset(PHASES):
             raise SelectionError(f"phases must be chosen among {', '.join(PHASES)}; got {list(phases)!r}.")
         object.__setattr__(self, "phases", tuple(phase for phase in PHASES if phase in phases))
         if type(self.every_n_steps) is not int or self.every_n_steps < 1:
-            raise SelectionError(f"every_n_steps must be a whole number from 1 on; got {self.every_n_steps!r}.")
+            raise SelectionError(f"every_n_steps must be an integer >= 1; got {self.every_n_steps!r}.")
         if self.only_steps is not None:
             steps = self.only_steps if isinstance(self.only_steps, Sequence) else ()
             if not steps or not all(type(step) is int and step >= 0 for step in steps):
                 raise SelectionError(
-                    f"only_steps must be numbers of steps, from 0, such as [812], or None; got {self.only_steps!r}."
+                    f"only_steps must be step numbers >= 0, such as [812], or None; got {self.only_steps!r}."
                 )
             object.__setattr__(self, "only_steps", tuple(sorted(set(steps))))
             if self.every_n_steps != 1:
-                raise SelectionError(f"only_steps and every_n_steps={self.every_n_steps} both choose steps: give one.")
+                raise SelectionError(
+                    f"only_steps and every_n_steps={self.every_n_steps} both select steps: pass only one of them."
+                )
 
     @property
     def is_every_step(self) -> bool:

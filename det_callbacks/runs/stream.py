@@ -119,7 +119,7 @@ class StreamFile:
         digests = np.frombuffer(message, dtype="<u8", offset=_PREFIX_BYTES)
         previous = self.rows.item(position - 1)[-1] if position else self.chain_start
         if chain != chain_digest(previous, step, epoch, program_id, layout_id, digests):
-            raise damaged(self.path, f"step {step} is not what its chain says")
+            raise damaged(self.path, f"step {step} does not match its chain")
         return StepRecord(step, epoch, program_id, layout_id, digests, chain, self.segment)
 
     @contextmanager
@@ -153,7 +153,7 @@ class StreamFile:
         return make_fit(rows)
 
     def _values(self, message: bytes, start: int) -> tuple[int, ...] | None:
-        """Return the fields before the digests of a message; None without a whole message."""
+        """Return the fields before the digests of a message, or None without a whole message."""
         if len(message) < _PREFIX_BYTES:
             return None
         values: tuple[int, ...] = _VALUES.unpack_from(message, _HEAD_BYTES)
@@ -163,7 +163,7 @@ class StreamFile:
         return values if is_sensible and message.startswith(_head_of_step(num_digests)) else None
 
     def _read_end(self, file: BinaryIO) -> str | None:
-        """Return why the end of the file is not regular; None if it is."""
+        """Return why the end of the file is not regular, or None if it is."""
         start = file.tell()
         rest = file.read()
         if rest == END_OF_STREAM:

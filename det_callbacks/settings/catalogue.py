@@ -73,7 +73,7 @@ class Setting:
         return attribute_back(self.attribute) if self.attribute else partial(self.apply, self.read())
 
     def too_late(self, wanted: Any) -> str | None:
-        """Return why a value can no longer be set in this process; None if it can."""
+        """Return why a value can no longer be set in this process, or None if it can."""
         in_force = self.read()
         if wanted == in_force:
             return None

@@ -130,7 +130,7 @@ def tensor_path(stream: Path, kind: str, step: int) -> Path:
 def _folder(stream: Path, kind: str) -> Path:
     known = _STREAM.fullmatch(stream.name)
     if known is None:
-        raise ValueError(f"{stream} is no stream of steps")
+        raise ValueError(f"{stream} is not a stream of steps")
     return stream.parent / kind / (known[1] + (known[2] or ".segment-000"))
 
 
@@ -198,7 +198,7 @@ class StepWriter:
 class SavedStep:
     """The saved tensors of one kind of one step, read on demand; a step that saved nothing has no file.
 
-    A file that is damaged, of another version, or of another ``place`` raises ReferenceFormatError.
+    A file that is damaged, or has a different version or ``place``, raises ReferenceFormatError.
     """
 
     def __init__(self, path: Path, place: StepPlace) -> None:
@@ -262,9 +262,9 @@ class SavedStep:
             if (version := content["format_version"]) != TENSORS_FORMAT_VERSION:
                 raise ValueError(f"its format version is {version!r}, and {TENSORS_FORMAT_VERSION} is read here")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise damaged(self.path, f"it is no safetensors file of ours ({error!r})") from error
+            raise damaged(self.path, f"it is not a safetensors file written by det_callbacks ({error!r})") from error
         if metadata.get(_SEAL) != _seal(text, sections):
-            raise damaged(self.path, "its header is not what its digest says")
+            raise damaged(self.path, "its header does not match its digest")
         place = asdict(self.place)
         if (found := {name: content[name] for name in place}) != place:
             raise damaged(self.path, f"it belongs to another place: {found} instead of {place}")

@@ -110,7 +110,7 @@ class Replay:
         return value
 
     def exchange_apart(self, key: str, live: Tensor, *, op: str, deferred: DeferredSites | None) -> Tensor | None:
-        """Save a tensor, or return a clone with the saved bits, which keeps the history; None if nothing changes."""
+        """Save a tensor, or return a clone with the saved bits, which keeps the history, or None if nothing changes."""
         saved = self._exchange(key, live, op, deferred)
         if saved is None:
             return None

@@ -1,7 +1,7 @@
 """Collectives in a step: records their inputs before the call, and their outputs when they arrive and are read.
 
-A call makes a row of role "sent" for each tensor that this rank contributes. The first read of an output
-makes a row of role "delivered", which follows from them; it has no bits while the collective is pending.
+A call adds a row of role "sent" for each tensor that this rank contributes. The first read of an output adds a
+row of role "delivered", which depends on the "sent" rows; it has no bits while the collective is pending.
 """
 
 import weakref
@@ -35,23 +35,23 @@ _WITHOUT_DATA = (
     "c10d.check_for_nan",
     "_c10d_functional._wrap_tensor_autograd",
 )
-_UNKNOWN = ("symm_mem.", "_c10d_functional.batch_p2p_ops")  # their writes are unknown
+_UNKNOWN = ("symm_mem.", "_c10d_functional.batch_p2p_ops")  # collectives whose writes are unknown
 _NOT_SHOWN = frozenset({"async_op", "timeout", "sparse_indices", "process_group", "group_name"})
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Delivery:
-    site: Site  # of the row of its first read, without edges
+    site: Site  # site of the row that the first read adds, without edges
     inputs: tuple[int, ...]  # positions of this rank's inputs
-    work: Any  # tells whether the collective is done; None if unknown
+    work: Any  # tells whether the collective is done, or None if unknown
     is_in_stream_order: bool  # whether the training's stream waits for it
     tensor: Callable[[], Tensor | None]  # a weak reference
 
     def has_arrived(self, *, for_collective: bool = False) -> bool:
-        """Return whether its bits have arrived for the reader; another collective runs in a separate stream."""
+        """Return whether the reader can see its bits; a collective as the reader runs in a separate stream."""
         if not (self.work is None or _is_done(self.work)):
             return False
-        self.work = None  # keeps the collective's tensors alive
+        self.work = None  # the work would keep the collective's tensors alive
         return self.is_in_stream_order or not for_collective
 
 
@@ -62,7 +62,7 @@ class Collectives:
         self._is_sending = False
 
     def begin(self) -> None:
-        """Start a step; a collective still pending from the last one follows from nothing in this one."""
+        """Start a step; a collective pending from the last step depends on nothing in this step."""
         earlier, self._deliveries = self._deliveries, []
         for delivery in earlier:
             tensor = delivery.tensor()
@@ -82,7 +82,7 @@ class Collectives:
             for tensor in tensors_in(given.values()):
                 self.arrive(tensor)
             return out
-        if "gather" in plan.base:  # FSDP frees its gathered memory unseen by modes
+        if "gather" in plan.base:  # FSDP frees its gathered memory without a dispatch
             step.deferred.is_freed_unseen = True
         if plan.base in _WITHOUT_DATA:
             step.counts.skipped[plan.kind.value] += 1
@@ -125,7 +125,7 @@ class Collectives:
         return site
 
     def wait(self, tensor: AsyncCollectiveTensor) -> None:
-        """Wait for a functional collective without marking its wrapper, so that the op still waits itself."""
+        """Wait for a functional collective without marking its wrapper, so the op still waits itself."""
         torch.ops._c10d_functional.wait_tensor(tensor.elem)
 
     def arrive(self, tensor: Tensor) -> bool:

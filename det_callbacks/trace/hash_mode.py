@@ -42,7 +42,7 @@ class HashMode:
             inside. "eager" runs their original code and records every op: slower, and with other kernels.
 
     Attributes:
-        trace: the last step; None before the first.
+        trace: the last step, or None before the first.
         is_open: whether a step is under way.
         is_off: whether the mode has turned itself off for good.
         optimizers: the optimizers whose state is recorded; the mode adds those that step inside the block.
@@ -124,7 +124,7 @@ class HashMode:
             self.abandon()
 
     def begin(self, *, batch: Any = None, is_first: bool = False, expected: Expectation | None = None) -> None:
-        """Start a step on a batch; the first step of a training also records the initial state."""
+        """Start a step on a batch; the first step of a run also records the initial state."""
         if self.is_open:
             raise TraceError(
                 "HashMode is already open, and traces only one step at a time. Leave it before you enter it again."
@@ -152,7 +152,7 @@ class HashMode:
             raise
 
     def finish(self) -> StepTrace | None:
-        """End the step and return its trace; None if the mode has turned itself off."""
+        """End the step and return its trace, or None if the mode has turned itself off."""
         if not self.is_open:
             return None
         self._leave()
@@ -308,7 +308,7 @@ class Listener:
 class OpRegion:
     """Lets the recorder see ops while a region is open; regions nest, and only the outermost counts.
 
-    The end of a region forgets all writers: between regions, anything may write memory unseen. ``level`` is that of a
+    The end of a region forgets all writers: between regions, anything may write memory unrecorded. ``level`` is that of a
     surrounding HashMode, if any. At "op", the HashMode sees every op anyway, and at "state" it does not
     follow modules, so regions are only counted.
     """

@@ -20,7 +20,7 @@ class Interceptor(DispatchMode):
 
     @property
     def recorder(self) -> Recorder | None:
-        """The recorder that gets the ops; None while they pass."""
+        """The recorder that gets the ops, or None while they pass."""
         return self._recorder
 
     @recorder.setter

@@ -148,7 +148,7 @@ class Recorder:
         self._expected = None
 
     def forget_writers(self) -> None:
-        """Forget all writers: from now on, anything may write memory unseen."""
+        """Forget all writers: from now on, anything may write memory without the recorder seeing it."""
         self.step.ledger.close()
         self.generators.clear()
 
@@ -158,7 +158,7 @@ class Recorder:
 
     def op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op and record it."""
-        # how to record calls of this op; ``UndigestedOps`` runs most of those that make no sites
+        # how to record calls of this op; ``UndigestedOps`` runs most ops without sites
         plan = self.plans.known.get(id(func)) or self.plans.of(func)
         if plan.kind is not _DIGEST:
             if plan.whole is not None:
@@ -183,7 +183,7 @@ class Recorder:
             and (reduced := self.undigested.in_reducer(plan, scope, args, kwargs)) is not NotImplemented
         ):
             return reduced
-        # Python may pass the number on to an op in any module
+        # record .item() anywhere: Python may pass the number to an op in any module
         may_be_passed_on = func is _READ_BACK and phase != "optimizer"
         if not places.selects_all and not may_be_passed_on and not places.selects(phase, scope):
             return self.undigested.unselected(plan, func, phase, scope, args, kwargs)
@@ -255,29 +255,29 @@ class Recorder:
         if self.output_hooks.every:
             out, outputs = self.output_hooks.call(plan, phase, scope, out, outputs, args, kwargs)
 
-        if plan.is_overwrite:  # its reads do not identify the tensor it writes
+        if plan.is_overwrite:  # what the op reads does not identify the tensor it writes
             names += names_of_written(places, phase, plan, outputs)
 
         # which call it is: the predicted one if op, inputs, place and arguments agree; else the graph looks it up
         graph = step.graph
         if names:
             written_by = graph.labels_of(reads, mark, self._reads.row_edges)
-            position = len(digests)  # of the next site: the input sites come first
+            position = len(digests)  # position of the next site, after the input sites
         else:
             written_by = [*map(graph.label_at, reads)]
             position = mark
         node = graph.at.likely
         if (
             node is None
-            or node.func is not func  # another op
-            or node.reads != written_by  # other inputs
-            or node.scope is not scope  # another module, or another forward op
+            or node.func is not func  # a different op
+            or node.reads != written_by  # different inputs
+            or node.scope is not scope  # a different module or forward op
             or node.phase is not phase
-            or node.names != names  # other names of its input sites, or of what it overwrites
+            or node.names != names  # different names of its input sites, or of what it overwrites
             or node.num_outputs != len(outputs)
             or node.made.step == graph.step  # the step has this call already
             or (kwargs and node.keywords != tuple(kwargs))
-            or (  # other constants; numbers may change, and ``takes`` stores the new ones
+            or (  # different constants; numbers may change, and ``takes`` stores the new ones
                 (node.consts != consts or (node.exact is not None and node.exact != repr(consts)))
                 and not graph.takes(node, consts)
             )
@@ -300,15 +300,15 @@ class Recorder:
         if phase != "optimizer" and (phase != "backward" or _is_grad_enabled() or scope.recomputed):
             places.backward.register(node)
 
-        # its sites: the numbers among its arguments, then its outputs, each with digest, layout and writer
+        # the call's sites: the numbers among its arguments, then its outputs, each with digest, layout and writer
         indices = step.layout_indices
         if node.numbers:
             digests.append(node.bits)
             indices.append(step.layouts.tags[node.tag].index)
             position += 1
-        first = position  # of the first output
+        first = position  # position of the first output
         slots = step.layouts.slots
-        # in other phases, the parts follow from those of the forward pass
+        # in other phases, the parts are determined by those of the forward pass
         parts = parts_of_arguments(args, kwargs, places.names.offset_in) if phase == "forward" else ()
         for output in outputs:
             if output.__class__ in PLAIN and output.layout is STRIDED and not output.is_nested:

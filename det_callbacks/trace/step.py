@@ -16,7 +16,7 @@ from det_callbacks.trace.op.storages import StorageLedger
 
 
 class Step:
-    """The current step; appending bits and a layout makes a site.
+    """The current step; appending bits and a layout adds a site.
 
     Hold ``lock`` while recording: the autograd engine runs each device's part of a backward pass in a separate thread,
     modules may run in a pool of threads, and an op lets other threads continue while it runs.

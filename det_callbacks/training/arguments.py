@@ -99,17 +99,17 @@ class RunArguments:
         selection = self.selection
         got = f"got level={selection.level!r} and {selection.shown_steps}."
         if self.mode == "record" and self.replay and (selection.level != "op" or not selection.is_every_step):
-            needs = 'replay needs level="op" and every_n_steps=1, because it saves each output where an op makes it'
+            needs = 'replay needs level="op" and every_n_steps=1, because it saves each output when an op produces it'
             raise SelectionError(f"{needs}; {got}")
         if self.mode == "record" and self.keep_tensors and selection.level != "op":
-            instead = "Record the steps that matter at level op: only_steps=[812]."
+            instead = "Record the steps that matter at level op, for example only_steps=[812]."
             raise SelectionError(f'keep_tensors needs level="op", which records ops; {got} {instead}')
         selects_all = replace(selection, only_steps=None) == Selection()
         if self.mode == "audit" and not (
             selects_all and not self.replay and not self.keep_tensors
         ):  # else skipped ops would look clean
             raise SelectionError(
-                "An audit runs every op of the steps in only_steps, and keeps no tensors; omit "
+                "An audit runs every op of its steps and keeps no tensors; omit "
                 f"{', '.join(sorted(self.asked.keys() - {'only_steps'}))}."
             )
         if self.mode == "audit" and self.reference is not None:
@@ -119,14 +119,14 @@ class RunArguments:
         """Raise for an audit of several processes."""
         if self.mode == "audit" and world_size > 1:
             raise SelectionError(
-                f"An audit runs ops again in one process, but this training has {world_size}, which would wait in "
+                f"An audit reruns ops in one process, but this run has {world_size} processes, which would hang in "
                 "collectives. Audit with one process (devices=1)."
             )
 
 
 def require_whole(name: str, value: object, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise SelectionError(f"{name} must be a whole number from {least} on; got {value!r}.")
+        raise SelectionError(f"{name} must be an integer >= {least}; got {value!r}.")
 
 
 def require_one_of(name: str, value: object, kind: Any) -> None:

@@ -85,10 +85,11 @@ class Auditing(Session):
     def end(self, *, is_early: bool = False) -> None:
         chosen, mode, folder = self.arguments.selection.only_steps, self._mode, self._folder
         if not mode.num_compared:
-            wanted = "" if chosen is None else f" in only_steps ({', '.join(map(str, chosen))})"
-            raise NothingComparedError(
-                f"Nothing was audited, because the fit had none of the steps{wanted}. Select steps that it reaches."
-            )
+            why = "no op ran twice. Train at least one step"
+            if chosen is not None:
+                steps = ", ".join(map(str, chosen))
+                why = f"the fit ran none of the steps in only_steps ({steps}). Select steps that the fit reaches"
+            raise NothingComparedError(f"Nothing was audited, because {why}.")
         report = self.audit_report = AuditReport(
             steps=tuple(self._steps),
             num_compared=mode.num_compared,

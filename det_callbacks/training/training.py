@@ -64,10 +64,10 @@ class Training:
     # options that change bits, by name: precision, accumulation, clipping, hyperparameters
     choices: Mapping[str, Any]
     hooks: Mapping[str, str]  # point of a step -> user code that runs there, and may advance a generator
-    # each with its interval ("epoch"); None if unknown
+    # each with its interval ("epoch"), or None if unknown
     schedulers: Sequence[tuple[Any, str]] | None = None
     scaler: Any = None  # gradient scaler of mixed precision
-    loaders: Mapping[str, Any] | None  # by name; None before they are known
+    loaders: Mapping[str, Any] | None  # by name, or None before they are known
     module: nn.Module
     optimizers: Sequence[Optimizer]
     folder: Path  # default parent of run folders; read on all ranks together
@@ -105,7 +105,7 @@ class Training:
         return None
 
     def replicated_weights(self) -> dict[str, Tensor] | None:
-        """Return the tensors that must be equal on all ranks when a fit begins; None if unknown."""
+        """Return the tensors that must be equal on all ranks when a fit begins, or None if unknown."""
         if self.ddp is None:
             return None
         ignored = set(getattr(self.ddp.module, DDP_IGNORED, ()))

@@ -105,7 +105,7 @@ class Verifying(TracedSession):
             if self.is_resumed and not (run.fit.compared or run.fit.extra):
                 run.close(complete=False)
                 raise NothingComparedError(
-                    "The checkpoint is from a finished training, so there was no step to compare with "
+                    "The checkpoint is from a finished run, so there was no step to compare with "
                     f"{self.path}. Verify from an earlier checkpoint, or from the start."
                 )
             run.end_fit()

@@ -71,7 +71,7 @@ def compare_runs(
         steps: "all" demands exactly the reference's steps: a missing or an additional step is a divergence.
             "common" compares the steps that both runs have. A verification keeps the value that it ran with.
         numerics: also measure the difference, and whether it is rounding, at the sites whose tensors both runs kept.
-        tolerance: folder of ``det-callbacks check --numerics``, which measured what rounding does; None for what
+        tolerance: folder of ``det-callbacks check --numerics``, which measured what rounding does, or None for what
             ``torch.testing`` tolerates for each dtype.
         names: file that maps modules with a different name in the current run; see ``ModuleNames``.
 
@@ -338,7 +338,7 @@ class _Judge:
                 )
 
     def _classify(self, first: Mapping[int, FirstDifference]) -> Classification | None:
-        """Return which ranks started the difference; None for one process, or if a rank stopped alone."""
+        """Return which ranks started the difference, or None for one process, or if a rank stopped alone."""
         stops = {record.stopped.reason for record in self.walk.records.values() if record.stopped is not None}
         if not self.show_rank or not first or stops - {TOGETHER}:
             return None
@@ -418,7 +418,7 @@ def _without_starts(environment: Sequence[EnvironmentDifference]) -> list[Enviro
 
 
 def _environment_notes(environment: Sequence[EnvironmentDifference], verdict: VerdictName) -> list[str]:
-    """Return the sentences on the code, the choices and the machine that differ."""
+    """Return sentences on differences in code, settings and machine."""
     changing = [entry for entry in environment if entry.changes_bits]
     changing.sort(key=lambda entry: not entry.name.startswith("settings."))
     choices = both_values([entry for entry in changing if not entry.is_machine])
@@ -428,7 +428,7 @@ def _environment_notes(environment: Sequence[EnvironmentDifference], verdict: Ve
     notes = []
     if verdict != "match":
         notes += code_lines(environment)
-        notes += [f"Choices differ: {choices}"] if choices else []
+        notes += [f"Settings differ: {choices}"] if choices else []
     elif starts:
         notes.append(
             f"Generators that had a different state at the start of the fit and changed no bit: {listed(starts)}"

@@ -81,7 +81,8 @@ def test_the_first_other_sample_is_named_by_its_index(tmp_path, monkeypatch):
     assert texts == [ORDER[start : start + 3] for start in range(0, 24, 4)]
     verdict = verify(reference, DataLoader(NUMBERED, 4, sampler=other))
     assert verdict.first_divergence.step == 1
-    said = f"batch: first different sample: train_dataloader [2] drew {ORDER[6]} in the reference, 20 now"
+    both = f"{ORDER[6]} in the reference, 20 in the current run"
+    said = f"batch: first different sample: the sampler of train_dataloader drew at [2] {both}"
     assert said in verdict.evidence
 
 

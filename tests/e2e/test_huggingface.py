@@ -207,8 +207,8 @@ def test_what_changed_is_named(tmp_path):
     record(tmp_path)
     data, accumulation = samples(), {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
     for changed, cause, says in (
-        ({"learning_rate": 1e-3}, "settings", "args.learning_rate: 5e-05 in the reference, 0.001 now"),
-        (accumulation, "settings", "args.gradient_accumulation_steps: 1 in the reference, 2 now"),
+        ({"learning_rate": 1e-3}, "settings", "args.learning_rate (5e-05 in the reference, 0.001 in"),
+        (accumulation, "settings", "args.gradient_accumulation_steps (1 in the reference, 2 in"),
         ({"data": [*data[1:], data[0]]}, "data_order", ""),
         ({"data_seed": 5}, "data_order", "args.data_seed"),
     ):

@@ -18,6 +18,7 @@ from trainers import LIGHTNING_ADVICE, quiet_trainer
 
 from det_callbacks import DeterminismCallback, TrainingRun, Verdict, compare_runs
 from det_callbacks.errors import DivergenceError
+from det_callbacks.text import capitalised
 
 pytestmark = LIGHTNING_ADVICE
 
@@ -100,11 +101,11 @@ def test_it_is_the_cause_from_the_first_draw_on(level, draw, name, tmp_path):
     verdict = verify(tmp_path / "run", tmp_path / "current", seed=2, draw=draw)
     first = verdict.first_divergence
     assert (verdict.verdict, verdict.cause, first.step) == ("diverged", "rng", 3)
-    use = "the fit had not drawn from it at the batch start of step 3, and had after forward of step 3"
-    (line,) = (line for line in verdict.evidence if line.startswith(name))
-    start = f"{name} had a different state from the start of the fit"
+    use = "the fit had not drawn from it at the batch start of step 3, but had after forward of step 3"
+    (line,) = (line for line in verdict.evidence if line.startswith(f"the generator {name} "))
+    start = f"the generator {name} had a different state when the fit started"
     assert line == f"{start}; {use}; what ran in between: the forward pass"
-    assert line in verdict.explanation
+    assert capitalised(line) in verdict.explanation
     assert NOTE not in verdict.explanation
     assert verdict.origins == ()
     # with the same seeds the same draws are no difference
@@ -119,7 +120,7 @@ def test_a_draw_in_one_run_only_is_a_difference_of_its_step(draws, tmp_path):
         verdict = verify(tmp_path / "run", tmp_path / f"current-{seed}", seed=seed, draw=draws[1])
         first = verdict.first_divergence
         assert (verdict.cause, first.step, first.name) == ("rng", 3, "numpy after the step")
-        assert "Keep the forward pass from drawing from numpy" in verdict.explanation
+        assert "The forward pass draws from the generator numpy: " in verdict.explanation
 
 
 @pytest.mark.parametrize("resume", ["exact", "plain"])
@@ -167,8 +168,8 @@ def loop_of_one_s_own(reference: Path, *, seed: int, draw: Any = nothing, **opti
 @pytest.mark.parametrize(
     ("draw", "word", "says"),
     [
-        (nothing, "match", f"{NOTE}numpy, python."),
-        (from_numpy, "diverged", "numpy had a different state from the start of the fit; the fit had not drawn"),
+        (nothing, "match", f"{NOTE}numpy and python."),
+        (from_numpy, "diverged", "numpy had a different state when the fit started; the fit had not drawn"),
     ],
 )
 def test_a_loop_of_one_s_own_has_idle_generators_too(draw: Any, word: str, says: str, tmp_path: Path) -> None:

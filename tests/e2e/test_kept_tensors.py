@@ -77,7 +77,8 @@ def test_one_ulp_is_said_alike_live_by_diff_and_in_the_report(references, tmp_pa
     text = verdict_lines(verdict)
     for content in (text, printed, page, (current / "report.html").read_text()):
         assert f"1 of {SIZE} elements differ, by 1 ULP, " in unwrapped(content)
-        assert "first at [0, 0]: {} in the reference, {} now".format(*output.first_values) in unwrapped(content)
+        both = "{} in the reference, {} in the current run".format(*output.first_values)
+        assert f"first at [0, 0]: {both}" in unwrapped(content)
     assert "record step" not in text, "there is nothing left to record"
 
 
@@ -145,7 +146,7 @@ def test_what_was_not_kept_stops_no_run_and_is_said_everywhere(tmp_path, capsys,
     assert numbers_of(verdict).problem.startswith(problem)
     assert numbers_of(verdict).output == ()
     for text in (unwrapped(verdict_lines(verdict)), (tmp_path / "current" / "report.html").read_text()):
-        assert f"cannot be told: {problem}" in text
+        assert f"cannot be measured: {problem}" in text
     assert f"--only-steps=2 --keep={FIRST}" in verdict_lines(verdict)
 
 

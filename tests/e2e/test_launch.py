@@ -160,7 +160,7 @@ def test_a_locale_without_utf_8_changes_nothing_of_a_run(tmp_path):
     assert StoredRun.open(script.parent / "rün").manifest.environment["process.argv"].value == ["träin.py"]
     done = start("verify", "rün", "--current", "cürrent", *words, "planted", folder=script.parent, **ascii_only)
     assert (done.returncode, "Traceback" in done.stderr) == (1, False), done.stderr
-    assert re.search(r"at tr\\xe4in\.py:\d+ in training_step", done.stdout)
+    assert re.search(r"\(tr\\xe4in\.py:\d+, training_step\)", done.stdout)
     done = start("check", "--to", "home", *words, "broken", folder=script.parent, **ascii_only)
     assert (done.returncode, "det-callbacks check: failed (exit status 2)" in done.stdout) == (2, True), done.stderr
     assert start("verify", "rün", "--current", "same", *words, folder=script.parent).returncode == 0

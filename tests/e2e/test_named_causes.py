@@ -245,7 +245,7 @@ FAULTS = {
     "another seed": planted(
         "initial_weights",
         "initial state: 4 of 9 tensors differ, all that are not constant",
-        "numpy had a different state from the start of the fit, and nothing drew from it",
+        "the generator numpy had a different state when the fit started, and nothing drew from it",
         seed=77,
     ),
     "loaded weights": planted("initial_weights", "the code, the loaded weights or", callbacks=(LoadsWeights,)),
@@ -261,7 +261,8 @@ FAULTS = {
     "labels exchanged": planted(
         "data_content",
         "the batch differs (batch[1])",
-        "and the data itself (files, labels): the sampler drew the same indices",
+        "The sampler drew the same indices in the same order, so check transforms, augmentation,",
+        "and the data itself (files, labels).",
         base={"batch_size": SAMPLES, "trainer": {"val_check_interval": None}},
         listing="labels exchanged",
     ),
@@ -277,24 +278,29 @@ FAULTS = {
     ),
     "another batch size": planted(
         "settings",
-        "Use the reference's batch size: batch_size of train_dataloader is 16 in the reference and 32 in",
+        "batch_size of train_dataloader is 16 in the reference and 32 in the current run, so use the reference's batch",
         "the same indices, for batches of a different size",
         "!nowhere",
         "!drew other",
         batch_size=32,
     ),
     "validation draws": planted(
-        "rng", "equal before validation", "after a different number of draws", draws_in_validation=True
+        "rng", "torch.cpu matches before validation", ": a different number of draws", draws_in_validation=True
     ),
     "callback draws": planted(
-        "rng", "on_train_batch_end of DrawsAtBatchEnd", "equal at the batch end of step 0", callbacks=(DrawsAtBatchEnd,)
+        "rng",
+        "DrawsAtBatchEnd.on_train_batch_end draws from the generator torch.cpu: ",
+        "matches at the batch end of step 0",
+        callbacks=(DrawsAtBatchEnd,),
     ),
-    "callback before ours draws": planted("rng", "equal after backward of step 0", first_callbacks=(DrawsAtBatchEnd,)),
-    "a step without a loss": planted("forward", "Step 2, forward: ", " is only in the reference", skips=True),
+    "callback before ours draws": planted(
+        "rng", "matches after backward of step 0", first_callbacks=(DrawsAtBatchEnd,)
+    ),
+    "a step without a loss": planted("forward", "Step 2, forward: ", " ran only in the reference", skips=True),
     "dropout": planted(
         "settings",
         "hparams.dropout is 0.0 in the reference and 0.1 in the current run, which explains the first difference",
-        "!Keep the forward pass",
+        "!draws from the generator",
         base={"dropout": 0.0},
         dropout=0.1,
     ),
@@ -334,9 +340,9 @@ FAULTS = {
     "a weight changed in a step that was not recorded": planted(
         "unknown", "before step 6, in steps that were not recorded", base={"every_n_steps": 3}, changes_in_step=4
     ),
-    "learning rate scheduler": planted("settings", "none in the reference, StepLR each epoch now", scheduler=True),
+    "learning rate scheduler": planted("settings", "(none in the reference, StepLR each epoch in", scheduler=True),
     "gradient clipping": planted("settings", "trainer.gradient_clip_val", trainer={"gradient_clip_val": 0.01}),
-    "accumulation": planted("settings", "accumulate_grad_batches: 1", trainer={"accumulate_grad_batches": 2}),
+    "accumulation": planted("settings", "accumulate_grad_batches (1", trainer={"accumulate_grad_batches": 2}),
 }
 EVERYDAY, SELDOM = [*FAULTS][:15], [*FAULTS][15:]
 
@@ -346,24 +352,24 @@ WRITES = {
     "a buffer before the step": planted(
         "external_write",
         f"Step 4: {UNSEEN}, a callback between steps) changed net.1.running_mean between step 3 and step 4",
-        "on_train_batch_start of WritesStatistics ran there",
+        "; WritesStatistics.on_train_batch_start ran in between",
         callbacks=(WritesStatistics,),
     ),
     "optimizer state in a validation": planted(
         "external_write",
         "changed exp_avg of net.5.bias between step 5 and step 6",
-        "validation, on_validation_end of WritesOptimizerState ran there",
+        "; validation and WritesOptimizerState.on_validation_end ran in between",
         callbacks=(WritesOptimizerState,),
     ),
     "a weight at the end of the step": planted(
         "external_write",
-        f"Step 3: {UNSEEN}) changed net.5.bias within the step; on_train_batch_end of WritesAfterBatch ran there",
+        f"Step 3: {UNSEEN}) changed net.5.bias during the step; WritesAfterBatch.on_train_batch_end ran after",
         first_callbacks=(WritesAfterBatch,),
     ),
     "a gradient": planted(
         "external_write",
-        f"Step 4: {UNSEEN}) changed grad of net.5.bias within the step",
-        "on_before_optimizer_step of WritesGradient ran there",
+        f"Step 4: {UNSEEN}) changed grad of net.5.bias during the step",
+        "; WritesGradient.on_before_optimizer_step ran after the recorded ops that wrote it",
         callbacks=(WritesGradient,),
     ),
     "a gradient that is clipped": planted(

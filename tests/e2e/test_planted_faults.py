@@ -47,7 +47,7 @@ def cast(values: Tensor, dtype: torch.dtype) -> Tensor:
 HALF = applied(cast, torch.float16)
 ADAMW = partial(Deep, optimizer=torch.optim.AdamW, lr=0.01, foreach=True)
 NORM = "aten.native_layer_norm_backward"
-SAID_DTYPE = "float16 [8, 16] in the reference, bfloat16 [8, 16] now"
+SAID_DTYPE = "float16 [8, 16] in the reference, bfloat16 [8, 16] in the current run"
 SAID_PRECISION = "trainer.precision is 32-true in the reference and bf16-mixed in the current run, which explains"
 
 

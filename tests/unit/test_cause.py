@@ -188,10 +188,10 @@ def case(planted, cause, *said, **options):
     return pytest.param(planted, cause, said, options)
 
 
-GIVEN = "a tensor that no recorded op produced differs (net.weight)."
+GIVEN = "net.weight differs; no recorded op produced it."
 CHANGED = "(NumPy, a raw kernel, a callback between steps) changed {} between step 6 and step 7"
 UNRECORDED = (
-    "differs (net.weight)",
+    "net.weight differs; no recorded op produced it",
     "first differed before step 7, in steps that were not recorded",
     "!initial state",
 )
@@ -232,16 +232,16 @@ CASES = [
     ),
     # a hyperparameter explains a call of the model, and one that became an option of the optimizer does not
     case(
-        with_an_op_that_draws, "settings", "hparams.dropout: 0.0 in", environment=[choice("hparams.dropout", 0.0, 0.1)]
+        with_an_op_that_draws, "settings", "hparams.dropout (0.0 in", environment=[choice("hparams.dropout", 0.0, 0.1)]
     ),
     case(with_an_op_that_draws, "rng", environment=[choice("hparams.rate", 0.1, 0.2), LR]),
     case({"noise_at": 3}, "forward", "!explains", environment=[choice("hparams.dropout", 0.0, 0.1)]),
-    case(of_other_layout, "structure", "produced a different structure"),
+    case(of_other_layout, "structure", "produced different strides: float32 [8, 4] with strides [1, 1] in the ref"),
     case(lambda step, now: step.batch("x", [1]) if now else step.named("x", 3, phase="data"), "data_content"),
     case(with_another_label, "data_content"),
-    case(with_an_op_that_draws, "rng", "is only in the current run"),
+    case(with_an_op_that_draws, "rng", "ran only in the current run"),
     case(of_other_tensors, "forward", "reads different tensors than in the reference"),
-    case(lambda *both: of_other_tensors(*both, (9, 4)), "structure", "[9, 4] now; it reads different tensors than"),
+    case(lambda *both: of_other_tensors(*both, (9, 4)), "structure", "[9, 4] in the current run; it reads different"),
     case(of_other_arguments, "forward", "digests of different arguments", "so the verdict cannot say where"),
     case(reading("net.weight"), "initial_weights", GIVEN),
     case(reading("net.weight"), "external_write", CHANGED.format("net.weight"), begins_before=True),
@@ -269,18 +269,20 @@ CASES = [
     case(after_an_unselected_op, "unknown", "!was changed", begins_before=True),
     case(after_a_compiled_region, "forward", GIVEN, begins_before=True),
     # a tensor of the state that no op of the step wrote, and one that no op has read
-    case(found_and_left("net.weight"), "external_write", "a raw kernel) changed net.weight within the step"),
+    case(found_and_left("net.weight"), "external_write", "a raw kernel) changed net.weight during the step"),
     case(found_and_left("net.weight", reads=False), "unknown", "so the verdict cannot say where"),
     case(reading("?number"), "unknown", LOST, is_resumed=True),
     case(reading("?number"), "unknown", "observe_non_deterministic", f"!{LOST}"),
-    case(with_another_gradient, "backward", "grad of output of net.2 at train.py:6 in forward has different bits"),
+    case(with_another_gradient, "backward", "grad of output of net.2 (train.py:6, forward) has different bits"),
     case(
         with_own_generator,
         "rng",
         "the generator state differs (generator on cpu at train.py:5 in forward)",
         "Seed this generator, and",
     ),
-    case(after_an_unselected_op, "unknown", "net.weight, a tensor read in net, a tensor read", "(modules, phases) may"),
+    case(
+        after_an_unselected_op, "unknown", "net.weight, a tensor read in net and a tensor read", "(modules, phases) may"
+    ),
     *(
         case(reading("net.weight"), cause, *UNRECORDED, said, environment=known, **options)
         for known, cause, said in (((), "unknown", "Record those steps"), ((LR,), "settings", LR.name))
@@ -296,9 +298,9 @@ CASES = [
         case(from_row(at), how, "so the verdict cannot say where")
         for at, how in enumerate(("forward", "backward", "optimizer"), 1)
     ),
-    case(from_row(1), "settings", "settings.seed: 1 in the reference, 2 now", environment=[SEED]),
+    case(from_row(1), "settings", "settings.seed (1 in the reference, 2 in the current run)", environment=[SEED]),
     # what nothing else explains is a seed's only where both runs know theirs
-    case(from_row(1), "forward", "seed: None", environment=[choice("settings.seed", None, 0)], selection=STATE),
+    case(from_row(1), "forward", "seed (None", environment=[choice("settings.seed", None, 0)], selection=STATE),
     case({"dtype": "float64"}, "settings", f"{PRECISION_FIRST}Step 7", environment=[PRECISION]),
     case({"insert_at": 3, "factor": 2.0}, "settings", f"{PRECISION_FIRST}Step 7", environment=[PRECISION]),
     case({"lr": 0.2}, "settings", f"and 0.2 {EXPLAINS}. Step 7", environment=[LR]),
@@ -311,7 +313,7 @@ CASES = [
     case(
         lambda step, now: step.named("ac"[now], 1),
         "initial_weights",
-        "exists in one run only (a, c: 2 of 2 tensors)",
+        "exists in one run only (a and c: 2 of 2 tensors)",
         "a different name",
     ),
     case(with_another_closure, "settings", environment=[LR]),
@@ -343,13 +345,14 @@ def test_cause_and_words_of_one_thing_that_differs(planted, cause, said, options
     assert not [part for part in said if (part.removeprefix("!") in told) is part.startswith("!")], told
 
 
-THREADS_SAID = "torch.num_threads: 2 in the reference, 1 now"
+THREADS_SAID = "torch.num_threads (2 in the reference, 1 in the current run)"
+SEED_SAID = "Settings differ: settings.seed (1 in the reference, 2 in the current run)."
 
 
 @pytest.mark.parametrize(
     ("change", "environment", "expected", "said"),
     [
-        ({"weight": 3}, [SEED], ("diverged", "initial_weights"), "settings.seed: 1 in the reference, 2 now"),
+        ({"weight": 3}, [SEED], ("diverged", "initial_weights"), SEED_SAID),
         ({"noise_at": 3}, [replace(THREADS, is_machine=False)], ("diverged", "settings"), "torch.num_threads is 2 in"),
         ({"noise_at": 3}, [THREADS, SEED], ("not_comparable", "forward"), THREADS_SAID),
         ({"noise_at": 3}, [CPUS], ("diverged", "forward"), "aten.mul.Tensor #3 in net"),

@@ -89,7 +89,7 @@ CANNOT_TELL = "started the difference or received it"
 @pytest.mark.parametrize(
     ("pairs", "cause", "origins", "is_origin", "said"),
     [
-        ([differing()] * 2, "collective", {0: REDUCE, 1: REDUCE}, True, "0-1 at train.py:9 in step match on all"),
+        ([differing()] * 2, "collective", {0: REDUCE, 1: REDUCE}, True, "0-1 (train.py:9, step) match on all"),
         (
             [differing()],
             "unknown",
@@ -100,15 +100,15 @@ CANNOT_TELL = "started the difference or received it"
         ([REDUCED] * 2, "collective", {0: REDUCE, 1: REDUCE}, True, "sum -> avg"),
         ([sent_unseen()], "collective", {}, None, ""),
         ([collective_gone()], "collective", {0: REDUCE}, True, ""),
-        ([GRADIENTS] * 2, "backward", {}, None, f"it is unknown whether ranks 0, 1 {CANNOT_TELL}"),
+        ([GRADIENTS] * 2, "backward", {}, None, f"it is unknown whether ranks 0 and 1 {CANNOT_TELL}"),
         ([GRADIENTS, None], "backward", {}, None, "it started on rank 0; 1 of 2 ranks differ (rank 0 from"),
         # what nobody saw written was received where another rank's batch differed, and so may an argument have been
         ([GRADIENTS, differing(batch=7)], "data_content", {}, False, RECEIVED),
         ([LATER, GRADIENTS, differing(batch=7)], "data_content", {}, False, RECEIVED),
         ([differing(), ULP], "forward", {1: MUL}, True, "rank 1; rank 0 sent the same data as in the reference"),
         ([MADE, ULP], "forward", {1: MUL}, False, RECEIVED),
-        ([WEIGHT] * 2, "initial_weights", {}, False, "it started on ranks 0, 1;"),
-        ([UNRECORDED, *[WEIGHT] * 2], "unknown", {}, False, f"it is unknown whether ranks 0, 1 {CANNOT_TELL}"),
+        ([WEIGHT] * 2, "initial_weights", {}, False, "it started on ranks 0 and 1;"),
+        ([UNRECORDED, *[WEIGHT] * 2], "unknown", {}, False, f"it is unknown whether ranks 0 and 1 {CANNOT_TELL}"),
         ([UNRECORDED, WEIGHT, None], "unknown", {}, False, "it started on rank 0; 1 of 2 ranks differ"),
         ([LATER, REDUCED, ULP], "forward", {1: MUL}, True, f"rank 1; it is unknown whether rank 0 {CANNOT_TELL}"),
     ],

@@ -2,7 +2,7 @@
 
 from det_callbacks.causes.phrases.sites import source_name
 from det_callbacks.compare.facts import Facts
-from det_callbacks.text import listed
+from det_callbacks.text import capitalised, listed
 
 _DREW = {
     "same": "the same indices in the same order",
@@ -22,11 +22,13 @@ def batch_lines(facts: Facts) -> list[str]:
     return [*(f"batch: {one}" for one in known), *(f"loader: {one}" for one in _of_loader(facts))]
 
 
-def because(todo: str, facts: Facts) -> str:
-    """Return what to do, and why: the settings of the loader that differ, or the first fact on the batch."""
+def because(facts: Facts, todo: str) -> str:
+    """Return the settings of the loader that differ, or the first fact on the batch, and then what to do."""
     of_batch = _of_batch(facts) if facts.has_other_data else []
-    reasons = _of_loader(facts) or of_batch[:1]
-    return f"{todo}: {listed(reasons, '; ')}" if reasons else todo
+    reasons = _of_loader(facts) or [capitalised(one) for one in of_batch[:1]]
+    if not reasons:
+        return todo
+    return f"{listed(reasons, '; ')}, so {todo[:1].lower()}{todo[1:]}"
 
 
 def _of_loader(facts: Facts) -> list[str]:
@@ -50,5 +52,6 @@ def _of_batch(facts: Facts) -> list[str]:
         found.append("the reference recorded none of its samples")
     if batch.first_index is not None and batch.indices != "cut":
         loader, position, ours, theirs = batch.first_index
-        found.append(f"first different sample: {loader} [{position}] drew {ours} in the reference, {theirs} now")
+        both = f"{ours} in the reference, {theirs} in the current run"
+        found.append(f"first different sample: the sampler of {loader} drew at [{position}] {both}")
     return found

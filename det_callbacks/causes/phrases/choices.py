@@ -1,4 +1,4 @@
-"""Choices that differ: settings, options of the optimizer or the Trainer, hyperparameters."""
+"""Settings that differ: those of det_callbacks, options of the optimizer or the Trainer, hyperparameters."""
 
 from collections.abc import Sequence
 
@@ -9,11 +9,11 @@ USE_ONE_VALUE = "Use the reference's value, or record the reference again"
 
 
 def both_values(entries: Sequence[EnvironmentDifference]) -> str:
-    """Return entries of the environment in both runs."""
-    return listed((f"{one.name}: {one.reference} in the reference, {one.current} now" for one in entries), "; ")
+    """Return "settings.seed (0 in the reference, 1 in the current run)" for entries of the environment."""
+    return listed(f"{one.name} ({one.reference} in the reference, {one.current} in the current run)" for one in entries)
 
 
 def explained_by(choice: EnvironmentDifference, sentence: str) -> str:
-    """Return the sentence on a choice that differs, and the sentence on the first difference, which it explains."""
+    """Return a sentence on a setting that differs, then ``sentence``, on the first difference that it explains."""
     both = f"{choice.reference} in the reference and {choice.current} in the current run"
     return f"{choice.name} is {both}, which explains the first difference. {sentence}"

@@ -14,6 +14,7 @@ from det_callbacks.runs.evidence import (
     DRAWING,
     LOADER,
 )
+from det_callbacks.text import capitalised
 
 RESUME_EXACTLY = (
     'Lightning does not restore generators: resume with resume="exact", from a checkpoint saved with the callback'
@@ -28,7 +29,7 @@ _AFTER: Mapping[str, tuple[str, str, str]] = {
     "after the sanity check": ("on_sanity_check_end", "", "on_train_start"),
     "epoch start": ("on_train_epoch_start", "", ""),
     LOADER: ("", "the start of the loader's iterators", ""),
-    DRAWING: ("", "the drawing of the batch", ""),
+    DRAWING: ("", "the loading of the batch", ""),
     BATCH_START: ("on_train_batch_start", "the forward pass", "on_before_zero_grad"),
     AFTER_FORWARD: ("on_before_backward", "the backward pass", ""),
     AFTER_BACKWARD: ("on_after_backward", "the optimizer", "on_before_optimizer_step"),
@@ -46,11 +47,12 @@ def show_change(change: GeneratorChange, evidence: Evidence) -> str:
     if change.equal_at is None:
         if change.differs_at[0] == 0:
             return show_start(change)
-        return f"{change.name} had a different state already {_moment(change.differs_at)}{why}"
+        return f"the generator {change.name} already differs {_moment(change.differs_at)}{why}"
     if change.has_other_start:
-        use = f"the fit had not drawn from it {_moment(change.equal_at)}, and had {_moment(change.differs_at)}"
+        use = f"the fit had not drawn from it {_moment(change.equal_at)}, but had {_moment(change.differs_at)}"
         return f"{show_start(change)}; {use}; what ran in between: {_shown(change, evidence)}"
-    text = f"{change.name}: equal {_moment(change.equal_at)}, different {_moment(change.differs_at)}{why}"
+    matches = f"matches {_moment(change.equal_at)} and differs {_moment(change.differs_at)}"
+    text = f"the generator {change.name} {matches}{why}"
     sides = {"the reference": change.only_reference, "the current run": change.only_current}
     only = (f"; only in {side}: {', '.join(points)}" for side, points in sides.items() if points)
     return f"{text}; what ran in between: {_shown(change, evidence)}{''.join(only)}"
@@ -63,27 +65,32 @@ def show_idle(change: GeneratorChange) -> str:
 
 def show_start(change: GeneratorChange) -> str:
     """Return that a generator started in a different state."""
-    return f"{change.name} had a different state from the start of the fit{_why_it_differs(change)}"
+    if change.is_reseeded:
+        return f"the generator {change.name} was {_seeded(change)}"
+    return f"the generator {change.name} had a different state when the fit started{_why_it_differs(change)}"
 
 
 def _why_it_differs(change: GeneratorChange) -> str:
     if change.seeds is None:
         return ""
-    ours, theirs = change.seeds
-    if change.is_reseeded:
-        return f", seeded with {ours} in the reference and {theirs} in the current run"
-    return ", after a different number of draws from the same seed"
+    return f": {_seeded(change)}" if change.is_reseeded else ": a different number of draws from the same seed"
+
+
+def _seeded(change: GeneratorChange) -> str:
+    ours, theirs = change.seeds or ("?", "?")
+    return f"seeded with {ours} in the reference and {theirs} in the current run"
 
 
 def keep_from_drawing(change: GeneratorChange, evidence: Evidence) -> str:
     """Return what to do if only one run draws from a generator."""
-    ran = _shown(change, evidence)
-    return f"Keep {ran} from drawing from {change.name}: give it a separate generator, or restore the state after it"
+    ran = capitalised(_shown(change, evidence, " or "))
+    todo = f"give it a separate generator, or restore the state of {change.name} afterwards"
+    return f"{ran} draws from the generator {change.name}: {todo}"
 
 
-def _shown(change: GeneratorChange, evidence: Evidence) -> str:
+def _shown(change: GeneratorChange, evidence: Evidence, separator: str = ", ") -> str:
     ran = what_ran((*change.points, change.differs_at[1]), evidence)
-    return ", ".join(dict.fromkeys(ran)) or "code outside all hooks"
+    return separator.join(dict.fromkeys(ran)) or "code outside all hooks"
 
 
 def what_ran(points: Sequence[str], evidence: Evidence) -> Iterator[str]:
@@ -100,10 +107,10 @@ def what_ran(points: Sequence[str], evidence: Evidence) -> Iterator[str]:
 
 
 def users_of(hook: str, evidence: Evidence, *orders: str) -> Iterator[str]:
-    """Yield "on_train_start of A, B" for the callbacks with a hook, called before or after ours."""
-    names = [evidence.hooks[key] for order in orders if (key := f"{order} {hook}") in evidence.hooks]
-    if names:
-        yield f"{hook} of {', '.join(names)}"
+    """Yield "A.on_train_start", "B.on_train_start" for the callbacks with a hook, called before or after ours."""
+    for order in orders:
+        names = evidence.hooks.get(f"{order} {hook}", "")
+        yield from (f"{name}.{hook}" for name in names.split(", ") if name)
 
 
 def _moment(place: tuple[int, str]) -> str:

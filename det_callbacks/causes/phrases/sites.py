@@ -50,13 +50,13 @@ def _how_it_differs(finding: Finding) -> str:
         called = f"was called with different arguments ({listed(shown, '; ')})"
         return called if finding.layouts is None else f"{called} and produced {both_layouts(finding.layouts)}"
     if divergence.kind == "structure" and finding.role == "graph":
-        return "is a different graph: a recompilation, a graph break or different code"
+        return "differs, because of a recompilation, a graph break or different code"
     if divergence.kind == "structure" and finding.layouts is not None:
         if reads_another_part(finding.layouts):
             return f"read a different part of its input: {both_layouts(finding.layouts)}"
-        return f"produced a different structure: {both_layouts(finding.layouts)}"
+        return f"produced {what_differs(finding.layouts)}: {both_layouts(finding.layouts)}"
     if divergence.kind in ("missing", "extra"):
-        return f"is only in the {side_of(divergence)}"
+        return f"{'ran' if divergence.op else 'is'} only in the {side_of(divergence)}"
     verb = "produced" if divergence.op else "has"
     return f"{_VERBS.get(finding.role, verb) if divergence.kind == 'content' else verb} different bits"
 
@@ -65,8 +65,9 @@ def site_text(divergence: Divergence) -> str:
     """Return the name of a site with its module and its line."""
     source = source_text(divergence.source)
     if not divergence.op:
-        owner = f" of {_module(divergence.module)}" if divergence.module else ""
-        return f"{divergence.name or 'a tensor'}{owner}{source}"
+        name, module = divergence.name or "a tensor", divergence.module
+        owner = f" of {_module(module)}" if module and not name.startswith(f"{module}.") else ""
+        return f"{name}{owner}{source}"
     output = f", output {divergence.output}," if divergence.output else ""
     name = f" on {divergence.name}" if divergence.name else ""
     number = number_text(divergence.occurrence)
@@ -74,8 +75,11 @@ def site_text(divergence: Divergence) -> str:
 
 
 def source_text(lines: Sequence[str]) -> str:
-    """Return " at train.py:41 in forward"; "" if no line is known."""
-    return f" at {lines[0]}" if lines else ""
+    """Return " (train.py:41, forward)"; "" if no line is known."""
+    line, _, function = lines[0].rpartition(" in ") if lines else ("", "", "")
+    if not line:
+        return f" ({function})" if function else ""
+    return f" ({line}, {function})"
 
 
 def number_text(index: int) -> str:
@@ -94,12 +98,13 @@ def _module(module: str) -> str:
 
 def source_name(finding: Finding) -> str:
     """Return the name of a tensor that entered a step, or where it was read."""
-    divergence, line = finding.divergence, source_text(finding.divergence.source)
+    divergence = finding.divergence
     if divergence.name is None:
         where = f"in {_module(divergence.module)}" if divergence.module else "outside any module"
-        return f"a tensor read {where}{line}"
+        return f"a tensor read {where}{source_text(divergence.source)}"
     is_generator_of_an_op = finding.role == "generator" and divergence.name.startswith("generator ")
-    return f"{divergence.name}{line}" if is_generator_of_an_op else divergence.name
+    line = f" at {divergence.source[0]}" if divergence.source and is_generator_of_an_op else ""
+    return f"{divergence.name}{line}"
 
 
 Layouts = tuple[TensorLayout | None, TensorLayout | None]
@@ -113,12 +118,23 @@ def reads_another_part(layouts: Layouts) -> bool:
     return ours.detail != theirs.detail and f"{ours.detail}{theirs.detail}".startswith(READS)
 
 
+def what_differs(layouts: Layouts) -> str:
+    """Return "a different shape", "a different shape and dtype", "different strides"."""
+    ours, theirs = layouts
+    if ours is None or theirs is None:
+        return "a different layout"
+    parts = ["shape"] * (ours.shape != theirs.shape) + ["dtype"] * (ours.dtype != theirs.dtype)
+    if parts:
+        return f"a different {' and '.join(parts)}"
+    return "different strides" if ours.stride != theirs.stride else "a different layout"
+
+
 def both_layouts(layouts: Layouts) -> str:
-    """Return "float32 [2] in the reference, float64 [2] now", with strides or elements if only those differ."""
+    """Return "float32 [2] in the reference, float64 [2] in the current run", or the strides or elements that differ."""
     ours, theirs = layouts
     shown = ["no tensor" if one is None else describe_tensor(one) for one in layouts]
     if ours is not None and theirs is not None and (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape):
         shown = [f"{describe_tensor(one)} with strides {list(one.stride)}" for one in (ours, theirs)]
         if reads_another_part(layouts):
             shown = [one.detail.removeprefix(READS) or "in order from element 0" for one in (ours, theirs)]
-    return f"{shown[0]} in the reference, {shown[1]} now"
+    return f"{shown[0]} in the reference, {shown[1]} in the current run"

@@ -1,8 +1,8 @@
 """The place of a step, and the differences that it started with."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from det_callbacks.causes.phrases.sites import both_layouts, describe, side_of, source_name
+from det_callbacks.causes.phrases.sites import Layouts, both_layouts, describe, side_of, source_name, what_differs
 from det_callbacks.compare.differences import Finding
 from det_callbacks.compare.facts import Facts
 from det_callbacks.text import listed
@@ -13,7 +13,7 @@ _SUBJECTS = {
     "state": ("the initial state", "part of the initial state"),
     "data": ("the batch", "part of the batch"),
     "rng": ("the generator state", "a generator"),
-    "input": ("a tensor that no recorded op produced", "a tensor that no recorded op produced"),
+    "input": ("a tensor that no recorded op produced", ""),
 }
 SUBJECT: Mapping[str, str] = {phase: subject for phase, (subject, _) in _SUBJECTS.items()}
 
@@ -46,16 +46,19 @@ def _explain_sources(facts: Facts) -> str:
     named = [one for one in facts.sources if one.divergence.phase == phase and one.role != "samples"]
     others = [one.divergence.phase for one in facts.sources if one.divergence.phase != phase]
     what = how_it_entered(phase, named or facts.sources[:1], facts)
-    return f"{place(facts)}: {what}{also_differ(others)}{_who_wrote_it(facts, phase)}"
-
-
-def _who_wrote_it(facts: Facts, phase: str) -> str:
+    if phase == "input":
+        what += _who_produced(facts)
+        return f"{place(facts)}: {what}{also_differ(others)}"
     if phase == "rng" and facts.is_set_in_step:
-        return "; code in the step changed it before the first draw, without a recorded op (such as torch.manual_seed)"
-    if phase != "input":
-        return "; the step started with this difference, so no op caused it"
+        cause = "code in the step changed it before the first draw, without a recorded op (such as torch.manual_seed)"
+    else:
+        cause = "the step started with this difference, so no op caused it"
+    return f"{place(facts)}: {what}{also_differ(others)}; {cause}"
+
+
+def _who_produced(facts: Facts) -> str:
     is_partial = "unselected" in facts.difference.current.program.ops_skipped
-    return "; an op that was not recorded (modules, phases) may have written it" if is_partial else ""
+    return ", but an op that was not recorded (modules, phases) may have produced it" if is_partial else ""
 
 
 def how_it_entered(phase: str, found: Sequence[Finding], facts: Facts) -> str:
@@ -71,13 +74,28 @@ def how_it_entered(phase: str, found: Sequence[Finding], facts: Facts) -> str:
         shown = f"{shown}: {len(of_model)} of {facts.num_initial} tensors"
     if phase == "data" and facts.has_equal_samples:
         return f"{subject} holds the same samples in a different order ({shown})"
+    if phase == "input":
+        side = side_of(in_order[0].divergence)
+        return f"{shown} {_how_inputs_differ(kinds, layouts, side, is_one=len(names) == 1)}"
     if "structure" in kinds and layouts is not None:
-        return f"{subject} has a different structure ({shown}): {both_layouts(layouts)}"
+        return f"{subject} has {what_differs(layouts)} ({shown}): {both_layouts(layouts)}"
     if kinds == {"missing", "extra"}:
         return f"{part} exists in one run only ({shown})"
     if kinds in ({"missing"}, {"extra"}):
         return f"{part} exists only in the {side_of(in_order[0].divergence)} ({shown})"
     return f"{subject} differs ({shown})"
+
+
+def _how_inputs_differ(kinds: Collection[str], layouts: Layouts | None, side: str, *, is_one: bool) -> str:
+    has, exist, differ = ("has", "exists", "differs") if is_one else ("have", "exist", "differ")
+    how = differ
+    if "structure" in kinds and layouts is not None:
+        how = f"{has} {what_differs(layouts)}, {both_layouts(layouts)}"
+    elif kinds == {"missing", "extra"}:
+        how = f"{exist} in one run only"
+    elif kinds in ({"missing"}, {"extra"}):
+        how = f"{exist} only in the {side}"
+    return f"{how}; no recorded op produced {'it' if is_one else 'them'}"
 
 
 def also_differ(phases: Sequence[str]) -> str:

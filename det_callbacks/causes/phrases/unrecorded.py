@@ -11,7 +11,8 @@ _LOST_VALUE = (
     "value with on_save_checkpoint and on_load_checkpoint, or in a buffer"
 )
 _FROM_OUTSIDE = (
-    "Seed the code that produces it, or name it there with observe_non_deterministic (docs/how-to/replay.md)"
+    "Seed the code that produces it, or mark the tensor with observe_non_deterministic where the code produces it "
+    "(docs/how-to/replay.md)"
 )
 
 
@@ -21,11 +22,11 @@ def begun_before(what: str, step: int, choices: Sequence[EnvironmentDifference])
     text = f"{what} before step {step}, in steps that were not recorded"
     if choice is None:
         return f"{text}. Record those steps to find where the difference starts"
-    return f"{text}. A choice explains it: {both_values([choice])}"
+    return f"{text}. A setting that differs explains it: {both_values([choice])}"
 
 
 def advise_lost_value(facts: Facts) -> str:
-    """Return advice on a value that a resume lost or that no recorded op produced; "" if a choice differs."""
+    """Return advice on a value that a resume lost or that no recorded op produced; "" if a setting differs."""
     if facts.choices or not _may_be_python_value(facts):
         return ""
     if facts.is_resumed:

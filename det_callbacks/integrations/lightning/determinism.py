@@ -31,7 +31,7 @@ class DeterminismCallback(FollowedRun, pl.Callback):
     ones. ``docs/reference/callback.md`` has details on each argument.
 
     Args:
-        reference: folder of the reference, written by record and read by verify; None for an audit.
+        reference: folder of the reference, written by record and read by verify, or None for an audit.
         mode: "record" writes the reference, "verify" compares with it, "audit" runs ops twice,
             "disabled" does nothing.
         current: folder for the results of verify or audit; by default a new one below the Trainer's
@@ -69,7 +69,7 @@ class DeterminismCallback(FollowedRun, pl.Callback):
             None before the end of a fit, and while nothing differs but fits or tests of the
             reference are still missing.
         replica_report: the ReplicaReport of the last audit of the replicas, or None.
-        audit_report: the AuditReport of an audit; None before the end of a fit.
+        audit_report: the AuditReport of an audit, or None before the end of a fit.
         choices: additional entries for the recorded environment (see ``capture_environment``).
 
     Raises:

@@ -76,7 +76,7 @@ class StateOfCallbacks:
             elif not self._trainer.global_rank:
                 self._print_line(
                     f"det_callbacks: the state of {name} has {num_bytes / (1 << 20):.0f} MiB, too much to compare at "
-                    "each step; the digests beside checkpoints include it"
+                    "each step; the checkpoint digests include it"
                 )
 
 

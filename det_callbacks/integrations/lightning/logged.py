@@ -36,7 +36,7 @@ class LoggedMetrics:
 
     step = -1  # the last batch that began
     is_resuming = False  # whether no batch has begun since a checkpoint was loaded
-    # evidence of the open epoch; None if the epoch began in another process
+    # evidence of the open epoch, or None if the epoch began in another process
     whole_epoch: dict[str, str] | None = None
     ended_epoch: int | None = None  # the epoch whose last hooks run
     _session: Session | None = None

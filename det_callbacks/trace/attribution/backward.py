@@ -40,7 +40,7 @@ _FRAMES_BELOW = 2  # from ``BackwardMap.scope`` to the engine: its caller and ``
 _MAX_BETWEEN = 6  # nodes that an op may make before it runs, including its main node
 _MAX_FOLLOWED = 1000
 _MAX_NODES = 100_000
-_MAX_STACKS = 10_000  # a training has a few hundred
+_MAX_STACKS = 10_000  # a run has a few hundred
 
 UNKNOWN = OpScope(module=UNKNOWN_MODULE, source=())
 _HOOK = OpScope(module=UNKNOWN_MODULE)
@@ -57,18 +57,18 @@ _Nodes = dict[int, list[CallNode]]
 class ThreadNodes:
     """Autograd nodes that another thread made in one module.
 
-    Threads count separately and are reused, so objects identify these nodes, not numbers.
+    Each thread has a separate counter, and threads are reused, so nodes are identified by object, not by number.
     """
 
     nodes: _Nodes
     first: int  # the lowest sequence number
-    numbers: set[int] = field(default_factory=set)  # of nodes with known objects
+    numbers: set[int] = field(default_factory=set)  # sequence numbers of nodes whose objects are known
 
 
 class BackwardMap:
     def __init__(self, parameter_names: Mapping[int, str], modules: ModuleStack) -> None:
-        self._parameter_names = parameter_names  # by the ``id`` of the parameter; the owner keeps it current
-        self.calls: ModuleCalls = modules  # of the thread being recorded
+        self._parameter_names = parameter_names  # ``id`` of a parameter -> name; the owner keeps it current
+        self.calls: ModuleCalls = modules  # calls of the thread being recorded
         modules.on_enter = self.note_region
         self._callers: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # checkpointed region -> module
         self._threads: defaultdict[int, _Nodes] = defaultdict(dict)
@@ -116,10 +116,10 @@ class BackwardMap:
         if first is not call and (hooks is not None or first.op_base == "aten.clone"):
             calls.append(call)
             if call.is_in_place and first.op_base == "aten.clone":
-                nodes.setdefault(number - 1, [call])  # a clone of the overwritten input follows its node
+                nodes.setdefault(number - 1, [call])  # its node precedes that of the clone of its overwritten input
 
     def note(self, func: object, plan: OpPlan, phase: str, scope: OpScope) -> None:
-        """Register the running op for a mode that makes no program and may stay open, and forget old nodes."""
+        """Register the running op for a mode that builds no program and may stay open, and forget old nodes."""
         may_own_node = scope.recomputed if phase == "backward" else self.is_unclaimed()
         if phase == "optimizer" or not (torch.is_grad_enabled() or may_own_node):
             return
@@ -220,8 +220,8 @@ def _of_accumulation(name: str | None) -> OpScope:
 def _find_in(nodes: _Nodes, number: int, name: str, code: CodeType | None) -> OpScope:
     """Return the scope of a node by its number; UNKNOWN if it is unclear which call made it.
 
-    An op may make more nodes before it runs (a clone of the overwritten input, AsStrided of inputs), so
-    its number may be higher. CopySlices follows an op that wrote into a view.
+    An op may create more nodes before it runs (a clone of the overwritten input, AsStrided of inputs), so
+    its number may be higher. A CopySlices node comes after the node of an op that wrote into a view.
     """
     if name == _COPY_SLICES:
         call = nodes.get(number - 1, [_UNSEEN])[0]
@@ -237,7 +237,7 @@ def _find_in(nodes: _Nodes, number: int, name: str, code: CodeType | None) -> Op
     if _fits(call.op_base, name):
         found = _scope_in(call)
         if code is None and not num_between:
-            _scopes_of(call)[name] = found  # ``_of_node`` checks this first
+            _scopes_of(call)[name] = found  # a cache that ``_of_node`` checks first
         return found
     return next((_scope_in(later) for later in nodes.get(number, [])[1:] if _fits(later.op_base, name)), UNKNOWN)
 
@@ -267,7 +267,7 @@ def _callers_of(code: CodeType, call: CallNode) -> set[str]:
 
 @lru_cache(maxsize=4096)
 def _fits(op_base: str, name: str) -> bool:
-    """Return whether an op can make a node of this name: "aten.nll_loss_forward" makes "NllLossBackward0"."""
+    """Return whether an op can create a node of this name: "aten.nll_loss_forward" creates "NllLossBackward0"."""
     base = re.sub(r"Backwards?\d*(_copy)?$", r"\1", name.rpartition("::")[2]).replace("_", "").lower()
     op = op_base.removeprefix("aten.").replace("_", "").replace(".", "").lower().removesuffix("forward")
     return base == op or base.startswith(f"generatedbackwardfor{op}")

@@ -42,7 +42,7 @@ class ModuleCalls:
     def __init__(self) -> None:
         # module, scope, backward pass of the call (-1 if none), and whether a checkpoint recomputes it
         self.stack: list[tuple[nn.Module, OpScope, int, bool]] = []
-        # of the innermost call; in a compiled region, ``current`` is the region's scope
+        # scope, pass and flag of the innermost call; in a compiled region, ``current`` is the region's scope
         self.current, self.backward_pass, self.is_recomputed = NOWHERE, -1, False
 
     def enter(self, module: nn.Module, scope: OpScope) -> None:
@@ -118,7 +118,7 @@ class ModuleStack(ModuleCalls):
         self._at_next = function
 
     def forget(self) -> None:
-        """Forget modules named by their class, which would stay alive."""
+        """Forget the modules that are named by class: this table would keep them alive."""
         if self._root is None and not self.stack:
             self._scopes.clear()
             self._modules.clear()
@@ -134,7 +134,7 @@ class ModuleStack(ModuleCalls):
                 self._modules.append(module)  # so that its id is not reused
 
     def _scope_of(self, module: nn.Module) -> OpScope | None:
-        """Return the scope of a module; None if it is not in the model, as a wrapper or a metric."""
+        """Return the scope of a module, or None if it is not in the model, such as a wrapper or a metric."""
         if (key := id(module)) not in self._scopes:
             if self._root is None and not self.stack:
                 self._refresh(module, type(module).__name__)
@@ -143,15 +143,18 @@ class ModuleStack(ModuleCalls):
                 self._refresh(self._root, "")
         return self._scopes.get(key)
 
-    def _is_for_itself(self) -> bool:
-        """Return whether this is another thread, except the autograd engine's."""
+    def _is_strand(self) -> bool:
+        """Return whether this thread, which is not the step's, is a strand.
+
+        A thread of the autograd engine is not, unless it runs a strand's module.
+        """
         return graph_task_id() == -1 or (self.others is not None and self.others.is_followed())
 
-    @runs_uncompiled  # a compiled hook would stay disabled; is_compiling tells what is compiled
+    @runs_uncompiled  # in a compiled hook, is_compiling() would be True forever
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling():
             return
-        if not self._here.is_own and self._is_for_itself():
+        if not self._here.is_own and self._is_strand():
             if self.others is not None:
                 self.others.enter(module, self._scope_of(module), args)
             return
@@ -168,7 +171,7 @@ class ModuleStack(ModuleCalls):
     def _leave(self, module: nn.Module, _args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        if not self._here.is_own and self._is_for_itself():
+        if not self._here.is_own and self._is_strand():
             if self.others is not None:
                 self.others.leave(module, output, is_of_model=id(module) in self._scopes)
             return

@@ -16,7 +16,7 @@ Place = tuple[int, int]
 class NameTable:
     """Maps places in memory to the qualified names of parameters, buffers and optimizer states.
 
-    It takes names at the step's beginning (an optimizer's state when it is first seen), so a resumed run
+    It collects names when a step begins (those of an optimizer's state when it is first seen), so a resumed run
     gets the same names. Weak references pin the storages, so that no address is reused.
     """
 
@@ -43,7 +43,7 @@ class NameTable:
         return self.known.get(place_of(tensor))
 
     def offset_in(self, tensor: Tensor) -> int:
-        """Return the offset of a tensor within its named tensor, or within its storage.
+        """Return the offset of a tensor inside its named tensor, or inside its storage.
 
         A checkpoint restores only values, not the position of a named tensor in its storage.
         """

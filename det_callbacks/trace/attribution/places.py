@@ -16,13 +16,13 @@ from det_callbacks.trace.op.call_graph import OpScope
 class Places:
     def __init__(self, selection: Selection, root: nn.Module | None) -> None:
         self.selection = selection
-        self.phase = "other"  # of ops outside a backward pass
+        self.phase = "other"  # phase of ops outside a backward pass
         self.names = NameTable()
-        self.parameter_names: dict[int, str] = {}  # by the ``id`` of the parameter
+        self.parameter_names: dict[int, str] = {}  # ``id`` of a parameter -> name
         self.modules = ModuleStack(root)
-        self.calls: ModuleCalls = self.modules  # of the thread being recorded, while the lock is held
+        self.calls: ModuleCalls = self.modules  # calls of the thread being recorded, while the lock is held
         self.backward = BackwardMap(self.parameter_names, self.modules)
-        self.inside: dict[int, Any] = {}  # thread -> its running compiled Region; None without rows
+        self.inside: dict[int, Any] = {}  # thread -> its running compiled Region, or None without rows
         self.selects_all = selection.modules == ("*",) and len(selection.phases) == len(PHASES)
         self._selected: dict[tuple[str, str], bool] = {}
 

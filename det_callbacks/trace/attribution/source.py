@@ -22,11 +22,11 @@ _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")  # after a graph break
 _PATHS: dict[str, str] = {}  # file as shown -> path; "" where two have the same name
 _MAX_PLACES = 8192
-# id of a code and place in it -> the code, which keeps the id, whose it is, and the line as shown
+# (id of a code object, place in it) -> the code object (so its id is not reused), its owner, the line as shown
 _LINES: dict[tuple[int, int], tuple[CodeType, str, str]] = {}
 
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
-_TRAINER = f"transformers{os.sep}trainer.py"  # its models count as the user's code
+_TRAINER = f"transformers{os.sep}trainer.py"  # only this file: transformers' models count as user code
 
 
 def capture_source(frames: Iterable[FrameType] | None = None) -> tuple[str, ...]:
@@ -85,7 +85,7 @@ def is_of_torch(source: tuple[str, ...]) -> bool:
 def _describe(path: str, function: str) -> tuple[str, str, str]:
     """Return file and function as shown, and the kind of code: user, torch, loop (of a Trainer) or other."""
     shown, owner = _owner_of(path)
-    is_file = Path(path).is_absolute() or path in linecache.cache  # which has the cells of notebooks
+    is_file = Path(path).is_absolute() or path in linecache.cache  # linecache has notebook cells, too
     if owner in ("user", "torch") and _PATHS.setdefault(shown, path if is_file else "") != path:
         _PATHS[shown] = ""
     return shown, RESUMED.sub(r"\1", function), owner

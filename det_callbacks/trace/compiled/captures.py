@@ -12,7 +12,7 @@ from det_callbacks.trace.step import Step
 class GraphCaptures:
     def __init__(self, step: Step, places: Places) -> None:
         self._step, self._places = step, places
-        self.begun: set[int] = set()  # ids of graphs; always the same set object
+        self.begun: set[int] = set()  # ids of captured graphs; always the same set object
 
     def clear(self) -> None:
         self.begun.clear()
@@ -24,19 +24,19 @@ class GraphCaptures:
     def before_replay(self, _graph: Any) -> None:
         """Forget the writers of all memory, since a replay may write any.
 
-        The next read of a tensor digests it again, as a row of role "graph_output".
+        The next read of a tensor digests it again and adds a row of role "graph_output".
         """
         self._step.deferred.before_any_write()
-        if not self._places.is_in_region():  # a compiled region has its rows
+        if not self._places.is_in_region():  # a compiled region has rows for its replay
             self._step.counts.skipped["replayed"] += 1
             self._step.run_unseen(GRAPH, *self._places.now())
 
     def is_capturing(self) -> bool:
-        """Return whether the current work is captured, or may run outside the capture."""
+        """Return whether the current stream is capturing a CUDA graph."""
         return bool(self.begun) and torch.cuda.is_current_stream_capturing()
 
     def is_captured(self) -> bool:
-        """Return whether a CUDA graph is being captured, so that there is nothing to record, and count it."""
+        """Return whether a CUDA graph is being captured; if so, count the op as skipped, since it computes nothing."""
         if not self.is_capturing():
             return False
         self._step.counts.skipped["captured"] += 1

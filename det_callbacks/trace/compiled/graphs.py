@@ -25,9 +25,11 @@ class TracedGraph:
     backend: str
     inputs: tuple[str, ...]  # names in the code, or, for its ``members``, in the traced module
     members: frozenset[str]
-    held: tuple[tuple[str, Tensor], ...] = field(repr=False)  # tensors in the graph, as in compiled optimizers
+    held: tuple[tuple[str, Tensor], ...] = field(
+        repr=False
+    )  # tensors in the graph, such as those of compiled optimizers
     num_ops: int
-    is_graphed: bool  # whether it runs as a CUDA graph, so that its runs show different inner ops
+    is_graphed: bool  # whether it runs as a CUDA graph, so its runs show different inner ops
     fingerprint: int  # digest of its code, its inputs' dtypes and shapes, and the compiler's name
 
 

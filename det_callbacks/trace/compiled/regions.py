@@ -1,7 +1,7 @@
 """Regions compiled by torch.compile: records the graph, its inputs and outputs, and the ops seen inside.
 
-Inductor reuses buffers, so an inner op follows from all inputs, and the region is the origin, never the
-op. The backward pass also follows from the inner ops, whose outputs it may have saved.
+Inductor reuses buffers, so an inner op depends on all inputs, and the region is the origin, never the
+op. The backward pass also depends on the inner ops, whose outputs it may have saved.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -56,7 +56,7 @@ class Region:
     graph: TracedGraph
     phase: str
     scope: OpScope
-    reads: list[int] = field(default_factory=list)  # the sites that its outputs follow from
+    reads: list[int] = field(default_factory=list)  # the sites that its outputs depend on
     reads_of_inner: list[int] = field(default_factory=list)
     inner: list[int] = field(default_factory=list)  # positions of inner ops
     source: tuple[str, ...] = ()
@@ -103,12 +103,12 @@ class Region:
         for output in outputs:
             self.inner.append(self.step.num_sites)
             self.step.append_value(output)
-        self.step.deferred.flush()  # the region's kernels reuse this memory unseen
+        self.step.deferred.flush()  # the region's kernels reuse this memory without a dispatch
 
     def leave(self, outputs: Iterable[tuple[str | None, Any]], given: Iterable[tuple[str, Tensor, int]] = ()) -> None:
         """Record the outputs, and the ``given`` inputs whose bits changed or may have changed.
 
-        Autograd counts no writes to buffers, and none without gradients.
+        A version counter would not do: a compiled graph increments none for buffers, and none at all without gradients.
         """
         step = self.step
         values = [(name, value) for name, value in outputs if isinstance(value, Tensor) and holds_data(value)]
@@ -182,7 +182,7 @@ class CompiledRegions:
         self.before_capture, self.before_replay = captures.before_capture, captures.before_replay
         self._output_hooks, self._strands = output_hooks, strands
         self._inside = places.inside
-        self._stances: list[Any] = []  # one for each ``open``; None if compiled code runs
+        self._stances: list[Any] = []  # one for each ``open``, or None if compiled code runs
         self._token: object = None  # identifies the step
 
     def open(self) -> None:
@@ -236,7 +236,7 @@ class CompiledRegions:
         return outputs
 
     def run_earlier(self, call: Callable[[], Any]) -> Any:
-        """Run a graph that was compiled before a recorder followed, and that may write anything."""
+        """Run a graph that was compiled before any recorder was active, and that may write any memory."""
         if not self._is_recorded():
             return call()
         self._step.deferred.before_any_write()
@@ -284,7 +284,7 @@ class CompiledRegions:
             yield
 
     def _start(self, region: Region) -> None:
-        self._step.deferred.flush()  # its kernels reuse memory, even of inputs
+        self._step.deferred.flush()  # the region's kernels reuse memory, even that of inputs
         self._step.counts.opaque.add(region.graph.region)
         self._inside[get_ident()] = None if region.graph.is_graphed else region
 
@@ -337,7 +337,7 @@ class CompiledRegions:
         """Record the backward pass when its ``node`` runs in this step; ``outer`` names gradients by output."""
         token, step, places = self._token, self._step, self._places
         scope = OpScope(module=forward.scope.module, source=forward.source)
-        is_op_level = places.selection.level == "op"  # below it, parameters have no rows
+        is_op_level = places.selection.level == "op"  # below level op, parameters have no rows
         names = [f"grad of {name}" if is_op_level or not isinstance(one, nn.Parameter) else "" for name, one in inputs]
         running: list[Region] = []
 

@@ -17,12 +17,12 @@ _PLACES = {
     dynamo.COMPILES_GRAPH: "of Dynamo's output graph: which graph is compiled, and the function that runs it",
     "capture_begin": "of a CUDA graph: no dispatch mode sees the ops that it captures when they run again",
     "replay": "of a CUDA graph: likewise",
-    "__call__": "of inductor's compiled graph: runs what was compiled before anyone followed",
+    "__call__": "of inductor's compiled graph: runs graphs compiled before any recorder was active",
 }
 
 
 class ReplacedInTorch(ReplacedMethods):
-    """What is replaced for all recorders of the process, as long as one of them follows."""
+    """What is replaced in torch while at least one recorder of the process is active."""
 
     def __init__(self) -> None:
         super().__init__(_PLACES)
@@ -58,13 +58,13 @@ class ReplacedInTorch(ReplacedMethods):
     def _compile(self, compile_graph: Callable[..., Any], output: Any, graph: Any, example_inputs: Any) -> Any:
         described = describe_graph(graph, output, example_inputs)  # first, since the compiler writes into the graph
         compiled = compile_graph(output, graph, example_inputs)
-        # an "eager" backend, as that of torch's cond, shows each op
+        # an "eager" backend, such as that of torch's cond, shows each op
         return compiled if "eager" in described.backend.split("_") else self._followed(described, compiled)
 
     def _followed(self, graph: TracedGraph, compiled: Callable[..., Any]) -> Callable[..., Any]:
         lazy = getattr(compiled, "__self__", None)
         if isinstance(lazy, dynamo.LazyGraph) and getattr(compiled, "__name__", "") == dynamo.LAZY_FORWARD:
-            # as Dynamo does; otherwise each call is a module call
+            # Dynamo calls the written graph; calling the lazy one would count as a call of a module
             dynamo.write_lazy_graph(lazy)
             compiled = lazy.forward
 
@@ -90,8 +90,8 @@ class ReplacedInTorch(ReplacedMethods):
 def forget_compiled() -> None:
     """Have Dynamo recompile its graphs, so that ``REPLACED.follow`` sees them.
 
-    Inductor's file caches and the sizes that Dynamo saw vary stay, since they affect the graphs. Compiled
-    code also stays if the stance, unlike the default, forbids compilation.
+    This keeps inductor's file caches and the sizes that Dynamo knows to vary, because they affect the graphs. It keeps
+    compiled code, too, if the stance is not the default, because a stance may forbid compilation.
     """
     if dynamo.stance().stance != "default":
         return

@@ -4,8 +4,8 @@ A call is identified by its op, its place and the rows it reads. Each row of a c
 unique within a step, and the same in every step, even where the row's position differs. So a call after a skipped
 block, or in the second of two branches, is the same call as before unless it reads other rows.
 
-The recorder first tries the call that came next the last time. If a different call came, the graph looks it up, and
-tries the successor of that call next. Only a call that no step had is built, with its sites and source lines.
+The recorder first tries the call that followed last time. If a different call came, the graph looks that call up, and
+the recorder tries its successor next. The graph builds only a call that no step had, with its sites and source lines.
 
 A program must not depend on earlier steps. So it leaves out the numbers among a call's arguments (a learning rate, a
 size); the step keeps one digest of them per call.
@@ -32,12 +32,12 @@ _BYTES_OF_CALL, _BYTES_OF_ROW, _BYTES_OF_ITEM = 800, 1000, 40  # measured with t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpScope:
-    """Where an op belongs; a backward op belongs where the forward op does whose gradient it computes."""
+    """The place of an op; a backward op has the place of the forward op whose gradient it computes."""
 
     module: str  # "" outside any module, "?" if unknown
-    source: tuple[str, ...] | None = None  # of that forward op; None: take the op's own stack
+    source: tuple[str, ...] | None = None  # source lines of the forward op; None: those of the op itself
     name: str | None = None  # the parameter whose gradient is accumulated
-    recomputed: bool = False  # it repeats a forward op under activation checkpointing
+    recomputed: bool = False  # whether the op repeats a forward op under activation checkpointing
 
 
 @dataclass(slots=True, eq=False)
@@ -45,22 +45,22 @@ class CallRows:
     """The rows of a call, at most once in a step; calls that differ only in what they read share them."""
 
     rows: tuple[SiteRow, ...] = ()
-    labels: range = range(0)  # of the rows
+    labels: range = range(0)  # labels of the rows
     step: int = 0  # the last step that contained the rows
 
 
 @dataclass(slots=True, eq=False)
 class _Alike:
-    """The rows of calls that have the same op, place and rows, and differ in what they read."""
+    """The rows of calls that have the same op, place and sites, but read different sites."""
 
-    is_named: bool  # their rows have names, which distinguish the calls
+    is_named: bool  # whether their rows have names, which distinguish the calls
     all: list[CallRows] = field(default_factory=list)
     readers: dict[int, list[CallRows]] = field(default_factory=dict)  # by label read
     step: int = 0
     num_used: int = 0  # leading entries of ``all`` used in that step
 
     def unused(self, step: int, phase: str, reads: Sequence[int]) -> CallRows | None:
-        """Return rows that this step has not used yet for a new call; None if the caller has to make them.
+        """Return rows for a new call that this step has not used yet, or None if the caller has to make them.
 
         Rows that read one of the same labels come first. If there are none, an optimizer's call concerns another
         parameter and needs new rows; any other call takes the first unused rows.
@@ -96,7 +96,7 @@ class CallNode:
     scope: OpScope
     consts: list[Any]  # the last call's arguments that are not tensors, in order
     reads: list[int | None]  # labels, see ``CallGraph.labels_of``
-    names: list[Any]  # of the input sites made for this call
+    names: list[Any]  # names of the input sites made for this call
     num_outputs: int
     keywords: tuple[str, ...] = ()
     exact: str | None = None  # repr of ``consts`` where equality is too weak (1 == 1.0 == True, 0.0 == -0.0)
@@ -178,7 +178,7 @@ class CallGraph:
         self.num_bytes = 0
         self._limit = MAX_BYTES
         self._num_labels = 0
-        self._calls: dict[int, CallNode] = {}  # by a hash of everything except the arguments; the newest call
+        self._calls: dict[int, CallNode] = {}  # hash of everything except the arguments -> newest call
         self._site_rows: dict[Site, dict[tuple[str, ...], SiteRow]] = {}
         self._sources: dict[tuple[str, ...], tuple[str, ...]] = {}  # shared by calls; bounded like ``text``
         self._alike: dict[Hashable, _Alike] = {}  # by op, place and rows

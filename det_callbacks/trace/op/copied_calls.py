@@ -18,20 +18,20 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def copied_call(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], *, with_read: bool = False) -> Call:
-    """Return the arguments of a call with copies of what it writes.
+    """Return the arguments of a call, those that it writes replaced by copies.
 
-    Copies the storage of every written argument, and rebuilds each tensor argument on the copy, so that arguments that
+    Copies the storage of every written argument, and rebuilds each tensor argument on the copy, so arguments that
     share bytes still do.
 
     Raises:
         TypeError: a tensor is sparse, quantised or nested, has no data, or is in memory that torch did not align, where
-            kernels may sum in another order.
+            kernels may sum in a different order.
     """
     scratch = (plan.argument(name, args, kwargs) for name in OPAQUE_WRITES.get(plan.base, ()))
     written = [*written_arguments(plan, args, kwargs), *(value for value in scratch if isinstance(value, Tensor))]
     tensors = {id(tensor): tensor for tensor in tensors_in((*args, *kwargs.values()))}
     if not all(map(holds_data, written)) or any(map(is_special, (*tensors.values(), *written))):
-        raise TypeError("not strided tensors with data")
+        raise TypeError("its tensors are not strided, or have no data")
     copied = tensors.values() if with_read else written
     addresses = {storage_address(tensor.untyped_storage()) for tensor in copied}
     on_storage: dict[int, list[Tensor]] = {}
@@ -41,7 +41,7 @@ def copied_call(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
     copies: dict[int, Tensor] = {}
     for group in on_storage.values():
         if memory_address(group[0]) % _ALIGNMENT:
-            raise TypeError("memory that torch did not allocate")
+            raise TypeError("its memory is not aligned as torch aligns it")
         storage = group[0].untyped_storage().clone()
         copies.update((id(tensor), _rebuilt(tensor, storage)) for tensor in group)
 

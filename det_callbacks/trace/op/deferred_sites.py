@@ -26,7 +26,7 @@ class DeferredSites(DeferredDigests):
         super().__init__()
         self.is_freed_unseen = False  # whether something unseen, such as FSDP, may free memory
         self._sees_writes = False
-        self.bits: dict[int, Bits] = {}  # by the position of the site
+        self.bits: dict[int, Bits] = {}  # position of a site -> bits
         self._asked: list[tuple[Sequence[Bits], Callable[[list[int]], None]]] = []
 
     def see_writes(self, sees_writes: bool) -> None:

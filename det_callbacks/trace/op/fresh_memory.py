@@ -9,11 +9,11 @@ from torch import Tensor, UntypedStorage
 from det_callbacks.internals.torch import memory_address, pin_storage, storage_address, storage_at, unpin_storage
 from det_callbacks.trace.op.components import STRIDED, has_parts
 
-_MARK = 0x5AC3_91E7_2DB4_6F38  # a computed word has this value by chance only, 2 ** -64
+_MARK = 0x5AC3_91E7_2DB4_6F38  # a computed word has this value with probability 2 ** -64
 _OTHER_BITS = 0x2A2A_2A2A_2A2A_2A2A
 _WORD = 8  # bytes
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-_MAX_DEAD = 64  # allocations kept before those whose memory was freed are dropped
+_MAX_DEAD = 64  # number of allocations at which those with freed memory are dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,10 @@ class UnwrittenWords:
 
 
 class FreshMemory:
-    """Follows the allocations in a block; its methods must run without dispatch modes.
+    """Tracks the allocations in a block; its methods must run without dispatch modes.
 
     The training sees no marks: before a call reads unwritten words, ``begin_read`` restores their contents. Only code
-    that reads without a call (NumPy, a raw kernel) sees the marks. Allocations below 8 bytes, a word, are not followed.
+    that reads without a call (NumPy, a raw kernel) sees the marks. Allocations below 8 bytes, a word, are not tracked.
     """
 
     def __init__(self) -> None:

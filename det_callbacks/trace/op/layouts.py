@@ -1,4 +1,4 @@
-"""Interned layouts of digested tensors; in the forward pass also the parts of tensors that their op was given."""
+"""Interned layouts of digested tensors; in the forward pass also which part of its storage each argument covers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ Parts = tuple[tuple[int, int, tuple[int, ...]], ...]
 
 
 def parts_of_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], offset_of: Callable[[Tensor], int]) -> Parts:
-    """Return the parts of tensors that a call is given; only these distinguish ops on two halves of a tensor."""
+    """Return which part of its storage each argument covers; only this distinguishes ops on two halves of a tensor."""
     found: list[tuple[int, int, tuple[int, ...]]] = []
     at = 0
     for value in (*args, *kwargs.values()) if kwargs else args:
@@ -56,7 +56,7 @@ class LayoutSlot:
 
 
 class LayoutTable:
-    """Maps (dtype, shape, stride), or (dtype, shape, stride, parts) for an op given parts of tensors, to a slot."""
+    """Maps (dtype, shape, stride) to a slot; the key also has the parts if an argument covers part of its storage."""
 
     def __init__(self) -> None:
         self.slots: dict[Any, LayoutSlot] = {}  # public because the recorder reads it once per tensor

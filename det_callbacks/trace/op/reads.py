@@ -45,7 +45,7 @@ class Reads:
 
     def __init__(self, step: Step, places: Places, generators: GeneratorTrail) -> None:
         self._step, self._places, self._generators = step, places, generators
-        self.row_edges: list[tuple[int, ...]] = []  # of each input site made for the current call
+        self.row_edges: list[tuple[int, ...]] = []  # edges of each input site added for the current call
         self.unwritten: list[Tensor] = []  # tensors it reads that this step allocated and did not fill
 
     def read(self, tensor: Tensor, reads: list[int], names: list[InputName]) -> None:
@@ -174,7 +174,7 @@ class Reads:
     def by_output(
         self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], num_outputs: int
     ) -> list[list[int]] | None:
-        """Return the sites that each output of an op on lists of tensors reads; None for other ops.
+        """Return the sites that each output of an op on lists of tensors reads, or None for other ops.
 
         Output i of a ``_foreach`` or ``_fused`` op reads the i-th tensor of each list, and the tensors in no list.
         """

@@ -33,7 +33,7 @@ class ReadSites(Protocol):
     def by_output(
         self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], num_outputs: int
     ) -> list[list[int]] | None:
-        """Return the sites that each output of an op on lists of tensors reads; None for other ops."""
+        """Return the sites that each output of an op on lists of tensors reads, or None for other ops."""
 
     def sites(self, node: CallNode) -> Iterator[Site]:
         """Yield the input sites of the current call."""
@@ -97,10 +97,10 @@ def build_op(
 
 
 def names_of_written(places: "Places", phase: str, plan: OpPlan, outputs: Sequence[Any]) -> list[str | None]:
-    """Return the name of each output; None for a tensor that the op made."""
+    """Return the name of each output, or None for a tensor that the op made."""
     if plan.is_functional:
         return [None] * len(outputs)
-    # autograd and DDP decide by earlier steps which memory becomes a gradient, so its name is known after the op
+    # which memory becomes a gradient depends on earlier steps (autograd, DDP), so the name is known only after the op
     name_of = places.names.of if phase == "backward" else places.names.of_written
     return [name_of(one) if isinstance(one, Tensor) and not has_parts(one) else None for one in outputs]
 

@@ -62,7 +62,7 @@ class PartialWrites:
     writes: list[tuple[Region, int]] = field(default_factory=list)
 
     def add(self, region: Region, position: int) -> None:
-        """Add a write; it replaces earlier writes inside its region, and the parts there of those without holes."""
+        """Add a write; drop earlier writes inside its region, and cut it out of hole-free ones that overlap it."""
         self.writes = [(rest, at) for written, at in self.writes for rest in written.without(region)]
         self.writes.append((region, position))
 
@@ -117,7 +117,7 @@ class PartialWrites:
 class StorageLedger:
     """Maps a storage's address to the site that wrote all of it (the common case), or to ``PartialWrites``.
 
-    No recorded site of this step wrote an address that is absent. ``writers`` and ``pins`` (the addresses pinned) are
+    An address is absent if no recorded site of this step wrote it. ``writers`` and ``pins`` (the addresses pinned) are
     public because the recorder uses them once per tensor.
     """
 
@@ -174,7 +174,7 @@ class StorageLedger:
                 self.writers[address] = PartialWrites(writes=pending)
 
     def deliver(self, tensor: Tensor, number: int) -> None:
-        """Record that a collective writes a tensor, now or later; the first read of the tensor makes a row."""
+        """Record that a collective writes a tensor, now or later; the first read of the tensor adds a row."""
         self.write(tensor, UNKNOWN - 1 - number)
 
     def writers_of(self, tensor: Tensor) -> list[int]:

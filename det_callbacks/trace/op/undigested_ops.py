@@ -26,7 +26,7 @@ _is_grad_enabled = torch.is_grad_enabled
 
 
 class UndigestedOps:
-    """Runs ops that make no sites for their outputs: views, allocations, collectives, ops outside the selection."""
+    """Runs ops whose outputs have no sites: views, allocations, collectives, ops outside the selection."""
 
     def __init__(
         self, step: Step, places: Places, plans: Plans, collectives: Collectives, output_hooks: OutputHooks
@@ -48,11 +48,11 @@ class UndigestedOps:
                 self._touch(func, plan)
             return plan.call(*args, **kwargs)
         if plan.kind is not OpKind.UNINITIALISED:
-            step.deferred.flush()  # it, or another stream, may write memory unseen
+            step.deferred.flush()  # the op, or another stream, may write memory that the recorder does not see
         if plan.kind is OpKind.COLLECTIVE:
             return self._collectives.run(plan, func, args, kwargs)
         step.counts.skipped[plan.kind.value] += 1
-        if plan.kind is OpKind.RELAYOUT and not has_parts(args[0]):  # bytes that it does not move keep their writers
+        if plan.kind is OpKind.RELAYOUT and not has_parts(args[0]):  # bytes that stay in place keep their writers
             return func(*args, **kwargs)
         out = func(*args, **kwargs)
         if plan.kind is OpKind.UNINITIALISED:
@@ -86,10 +86,10 @@ class UndigestedOps:
         """Run an op of DDP's reducer on an unused parameter; return ``NotImplemented``, without a call, for other ops.
 
         The reducer visits unused parameters in the order of their addresses (``gradAccToVariableMap_`` in
-        ``torch/csrc/distributed/c10d/reducer.cpp``, 2.13), which differs between processes, so these ops make no sites.
+        ``torch/csrc/distributed/c10d/reducer.cpp``, 2.13), which differs between processes, so these ops have no sites.
         The bucket keeps the writer of the gradient that the reducer copies into it.
         """
-        # the reducer runs where a gradient was accumulated
+        # the reducer's ops have the scope of an accumulated gradient
         if scope.name is None or not (dist.is_available() and dist.is_initialized()):
             return NotImplemented
         step, gradient = self._step, None
@@ -127,7 +127,7 @@ class UndigestedOps:
                 torch.accelerator.synchronize(device)
 
     def captured(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an op during CUDA graph capture: it computes nothing yet, and other work would join the graph."""
+        """Run an op during the capture of a CUDA graph: it computes nothing yet, and digests would join the graph."""
         step = self._step
         plan = self._plans.of(func)
         if comes_apart(plan, args, kwargs):
@@ -137,7 +137,7 @@ class UndigestedOps:
         return (plan.whole or plan).call(*args, **kwargs)
 
     def _touch(self, func: Any, plan: OpPlan) -> None:
-        """Register an op that is not digested: the autograd node that it may make leads back to its module."""
+        """Register an op that is not digested, so that its autograd node, if any, can be traced to its module."""
         graph = self._step.graph
         phase, scope = self._places.now()
         node = graph.at.likely

@@ -1,6 +1,6 @@
 """Finds writes that the trace did not see (a raw kernel, NumPy, another thread) where an output differs.
 
-Where an output of a verify run differs, the check digests the op's inputs again and compares them with the digests of
+If an output of a verify run differs, the check digests the op's inputs again and compares them with the digests of
 the sites that wrote them; if one changed, ``is_origin`` is null. Inputs of a site with a deferred digest are checked at
 the step's end if their memory still exists.
 """
@@ -68,7 +68,7 @@ class UnseenWriteCheck:
         *,
         was_changed: bool,
     ) -> None:
-        """Add the sites of a call that differ and read an unseen write to ``expected.unseen_writes``.
+        """Add to ``expected.unseen_writes`` the differing sites of a call whose inputs an unseen write changed.
 
         Sites with deferred digests are added whether they differ or not; see also ``look_back``.
         """

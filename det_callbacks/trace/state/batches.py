@@ -42,7 +42,7 @@ class Samples:
 def record_batch(step: Step, named: NamedSites, batch: Any) -> list[Samples]:
     """Record the tensors of a batch (phase data), each followed by the order-independent digest of its samples.
 
-    Opaque objects are recorded by their type. Samples on a device are known when the step is settled.
+    Opaque objects are recorded by their type. Digests of samples on a device are known when the step is settled.
     """
     found: list[Samples] = []
     unread: dict[str, str] = {}

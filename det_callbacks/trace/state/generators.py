@@ -32,9 +32,8 @@ class GeneratorReader:
     """Reads generators as 64 bits: 0 if nothing has drawn from one since the fit began, else a digest of its state.
 
     The state of an idle generator has no effect, so two runs may differ in it. The reader digests a state only if it
-    changed since the last read; a generator that returns to its first state still counts as drawn from.
-
-    So does a generator that did not exist, or was not idle, when reading began.
+    changed since the last read. A generator that returns to its first state still counts as drawn from. A generator
+    that did not exist, or was not idle, when reading began also counts as drawn from.
     """
 
     def __init__(self) -> None:
@@ -59,7 +58,7 @@ class GeneratorReader:
         return bits
 
     def idle(self) -> tuple[str, ...] | None:
-        """Return the generators of the process that nothing has drawn from; None before reading begins."""
+        """Return the generators of the process that nothing has drawn from, or None before reading begins."""
         if not self.has_begun:
             return None
         return tuple(name for name, generator in process_generators() if self.read(name, generator) == IDLE)
@@ -92,7 +91,7 @@ class GeneratorTrail:
         self._drawing: object = None
 
     def read(self, name: str, position: int, generator: Generator | None = None) -> tuple[int, ...]:
-        """Note the position where the state was digested; return the sites that it follows from."""
+        """Note the position where the state was digested; return the sites that the state depends on."""
         key: object = name
         if generator is not None:
             key = generator_address(generator)
@@ -143,7 +142,7 @@ class Ledger:
                 self.note(point, SEED + name, generator.initial_seed() & 0xFFFF_FFFF_FFFF_FFFF)
 
     def begin(self, point: str, idle: Collection[str] | None = None) -> None:
-        """Treat these generators, or all, as idle until and from now; note the first state of each."""
+        """Treat these generators (or all) as idle up to now, and start to watch them; note the first state of each."""
         for name, digest in self._reader.begin(idle).items():
             self.note(point, START + name, digest, format_digest(digest))
             self._rows = [(*row[:2], IDLE, row[3]) if row[1] == name else row for row in self._rows]
@@ -155,7 +154,7 @@ class Ledger:
     def note_tensor(self, point: str, name: str, tensor: Tensor) -> None:
         """Note the digest of a tensor, read now in stream order."""
         bits = tensor_bits(tensor, self._deferred)
-        self._deferred.flush()  # later writes to the tensor are unseen
+        self._deferred.flush()  # now, because nothing sees later writes to the tensor
         self._rows.append((point, name, bits, ""))
 
     def fetch(self, tensor: Tensor) -> Tensor:

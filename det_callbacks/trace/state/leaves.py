@@ -87,7 +87,7 @@ def _children(tree: Any, name: str, *, is_whole: bool) -> Iterable[tuple[str, An
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:
-    """Return the instance's attributes; None if its class, written in C, has more state."""
+    """Return the instance's attributes, or None if its class, written in C, has more state."""
     bases = type(value).__mro__[:-1]
     has_attributes = any({"__dict__", "__slots__"} & vars(base).keys() for base in bases)
     if not has_attributes or not all(base.__flags__ & _HEAP_TYPE for base in bases):

@@ -63,7 +63,7 @@ class NamedSites:
     ) -> dict[Place, str]:
         """Record named tensors and numbers as sites, in row-major order; return spans of ordinary strided tensors.
 
-        ``label`` distinguishes groups at the same place. Their module is ``owner``, or follows from each
+        ``label`` distinguishes groups at the same place. Their module is ``owner``, or is taken from each
         name. If ``is_source``, later ops that read the tensors read these sites.
         """
         if self._captures.is_captured():
@@ -221,7 +221,7 @@ class ModuleOutputs:
                 tensor.register_hook(partial(self._record_gradient, self._step, module, f"grad of {name}"))
 
     def _record_gradient(self, step: object, module: str, name: str, gradient: Tensor | None) -> None:
-        # None: autograd runs a node's hooks with zeros that it does not materialise
+        # None is a zero gradient that autograd did not materialise
         if gradient is not None and step is self._step:
             with self._lock:
                 self._named.output("backward", module, name, gradient)

@@ -1,7 +1,6 @@
 """Finds where an optimizer's update begins and ends, and its gradients, with torch's global hooks.
 
-A closure runs before the update, in the phases of its code; its gradients are passed on when it
-returns.
+A closure runs before the update, in the phases of its code; ``on_update`` gets its gradients when it returns.
 """
 
 from collections.abc import Callable

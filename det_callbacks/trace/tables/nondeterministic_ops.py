@@ -116,7 +116,7 @@ class NondeterministicOps:
 class NondeterministicOpWatch:
     """Finds these ops outside traced steps (validation, test, levels below op).
 
-    A backward op has the module whose op was the first after the creation of its autograd node.
+    A backward op belongs to the module that ran the first op after its autograd node was created.
     """
 
     def __init__(self, ops: NondeterministicOps, model: nn.Module) -> None:

@@ -1,7 +1,7 @@
 """The canonical order of a step's sites if modules ran in several threads, independent of timing.
 
 * Sites of the step's thread, and of each strand, keep their order. A strand precedes the first site that
-  reads it; a strand without a reader precedes the module that the model lists next.
+  reads it; a strand that nothing reads precedes the next module in the model's order.
 * In a backward pass, sites of the module that the forward pass called last come first. Sites of one
   module that are ready at the same time are sorted by content.
 * An input that no site of the step wrote precedes its first reader.
@@ -24,7 +24,7 @@ _READ_FIRST = frozenset({"input", "delivered", "graph_output"})  # roles of site
 _SUMS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 
 _Key = tuple[int, int, int]
-"""Digest of a site, digest including all bits it follows from, and its time."""
+"""Digest of a site, digest that includes all bits it depends on, and its time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +93,7 @@ class _Ordering:
         self._sorted_lines: list[_Line] = []  # those with groups
         self._own: list[Group] = []
         self._group_of: list[Group] = []
-        self._readers: dict[int, CallNode] = {}  # of sites made at a first read
+        self._readers: dict[int, CallNode] = {}  # position of a site added at a first read -> first reader
         self._last_of_module: dict[str, int] = {}  # last position of the forward pass in each module
         self.order: list[int] = []
         self._place_of: dict[int, int] = {}
@@ -172,8 +172,8 @@ class _Ordering:
     def _successor_of(self, line: _Line) -> Group | None:
         """Return the group right after a strand that no other thread reads.
 
-        An enclosing module's call begins before and returns after it; in between, the order of the model
-        decides.
+        If the call of an enclosing module begins before the strand and returns after it, the group is inside that
+        call; which one is decided by the order of modules in the model.
         """
         begin, end = line.groups[0].positions[0], line.groups[-1].positions[-1]
         later = [group for group in self._own if group.positions[0] > end]

@@ -29,7 +29,7 @@ class Strand:
     inputs: list[Any]  # the autograd nodes of the module's inputs
     mode: "_StrandMode | None" = None
     calls: ModuleCalls = field(default_factory=ModuleCalls)
-    spans: list[tuple[int, int]] = field(default_factory=list)  # its sites in order of time: first, one past last
+    spans: list[tuple[int, int]] = field(default_factory=list)  # first position and end of its sites, in order of time
 
 
 class Strands:
@@ -37,7 +37,7 @@ class Strands:
         self._step, self._places = step, places
         self._on_first = on_first  # called before the first strand of a step
         places.modules.others = self
-        self.mode: DispatchMode | None = None  # of the step's thread; None if no ops are seen
+        self.mode: DispatchMode | None = None  # mode of the step's thread, or None if it sees no ops
         self.all: list[Strand] = []
         self._running: dict[int, Strand] = {}  # by thread
         self._is_open = False
@@ -113,7 +113,7 @@ class Strands:
         self._running[get_ident()] = strand
         if self.mode is not None:
             while isinstance(left := current_mode(), _StrandMode) and not left.is_on:
-                pop_mode()  # its module outlived the step
+                pop_mode()  # left by a module that outlived the step
             strand.mode = _StrandMode(partial(self._op, strand))
             push_mode(strand.mode)
         return strand

@@ -1,1 +1,1 @@
-"""Lightning's checkpoints: digests beside each saved one, and exact resume."""
+"""Lightning's checkpoints: digests next to each saved one, and exact resume."""

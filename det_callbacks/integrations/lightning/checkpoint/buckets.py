@@ -34,7 +34,7 @@ def ddp_of(trainer: pl.Trainer) -> Any:
 
 
 def problem(trainer: pl.Trainer, wanted: Buckets) -> str | None:
-    """Return why the state of DDP cannot be saved; None if it can."""
+    """Return why the state of DDP cannot be saved, or None if it can."""
     ddp = ddp_of(trainer)
     if ddp is None:
         return None

@@ -28,7 +28,7 @@ from det_callbacks.internals.torch import left_out_of_state
 from det_callbacks.internals.twins import either
 
 GRADIENT, BUFFER = "gradient ", "buffer "
-"""Prefixes of the names of tensors saved beside a checkpoint."""
+"""Prefixes of the names of tensors saved next to a checkpoint."""
 
 
 def is_epoch_over(trainer: pl.Trainer) -> bool:

@@ -77,7 +77,7 @@ class Resuming:
         self._saved.clear()
 
     def save(self, path: str, id: str) -> bool:
-        """Write this rank's part beside a checkpoint before it is saved; return whether it did."""
+        """Write this rank's part next to a checkpoint before it is saved; return whether it did."""
         if not self._is_exact:
             return False
         is_over = fit.is_epoch_over(self._trainer)
@@ -130,7 +130,7 @@ class Resuming:
         )
 
     def loaded(self, path: str, sidecar: Sidecar | None) -> None:
-        """Read the parts beside a loaded checkpoint; all ranks succeed, or all raise."""
+        """Read the parts next to a loaded checkpoint; all ranks succeed, or all raise."""
         if not self._is_exact:
             return
         self._path = path
@@ -144,14 +144,14 @@ class Resuming:
             found = read_part(Path(path).resolve(), sidecar, rank)
             if found is None:
                 who = f"rank {rank} of {num_ranks}"
-                self._refuse(f"the state of {who}, saved beside it, is missing or from a different save")
+                self._refuse(f"the state of {who}, saved next to it, is missing or from a different save")
             self._pending, self._tensors = found
             self._buckets, self.idle = self._pending.buckets, self._pending.idle
             if self._pending.problems:
                 self._refuse(*self._pending.problems)
             return True
 
-        if not all(self._peers.gather(take, task="reading the state saved beside it")):
+        if not all(self._peers.gather(take, task="reading the state saved next to it")):
             self._pending = None
             print_closing_line(unrestored_line(path))
 

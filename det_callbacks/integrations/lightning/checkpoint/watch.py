@@ -1,4 +1,4 @@
-"""Writes digests beside each checkpoint that Lightning saves, and checks each one that it loads.
+"""Writes digests next to each checkpoint that Lightning saves, and checks each one that it loads.
 
 Rank 0 first removes the old sidecar, and last writes the new one, so that a kill in between leaves a
 checkpoint without digests.
