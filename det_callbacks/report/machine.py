@@ -120,8 +120,8 @@ def doctor_report(diagnosis: "Diagnosis") -> list[Section]:
         found = environment_table([difference for difference, _ in diagnosis.differences])
         differing = [(*row, to_do or "-") for row, (_, to_do) in zip(found.rows, diagnosis.differences, strict=True)]
         title = f"Different from {against}" if differing else f"This machine does not differ from {against}"
-        others = Table(columns=(*found.columns, "what to do"), rows=differing) if differing else None
-        report.append(Section(title=title, table=others))
+        changed = Table(columns=(*found.columns, "what to do"), rows=differing) if differing else None
+        report.append(Section(title=title, table=changed))
     if diagnosis.fills_memory:
         report.append(Section(title="Filling memory costs time", lines=[_FILLING]))
     if not missing:
