@@ -30,7 +30,7 @@ def make_room(path: Path, *, purpose: Purpose = "record", overwrite: bool = Fals
     present = _ours(path)
     if not present:
         return path
-    if purpose == "verify" and _is_of_verification(path):
+    if _is_left_by_kill(path) or (purpose == "verify" and _is_of_verification(path)):
         _remove(present)
         return path
     if purpose == "verify" or not overwrite:
@@ -86,6 +86,11 @@ def _remove(children: Iterable[Path], *, ignore_errors: bool = False) -> None:
                 shutil.rmtree(child, ignore_errors=ignore_errors)
             else:
                 child.unlink(missing_ok=True)  # another rank may remove it at the same time
+
+
+def _is_left_by_kill(path: Path) -> bool:
+    """Return whether the files are those of a process that was killed before it wrote run.json, so before a step."""
+    return not any((path / name).exists() for name in (MANIFEST, "verdict.json")) and not any(path.glob("*/*.parquet"))
 
 
 def _is_of_verification(path: Path) -> bool:

@@ -87,17 +87,17 @@ def num_steps_equal(whole: Path, path: Path) -> int:
 def test_a_killed_recording_holds_whole_steps_and_can_be_continued(num_kills, tmp_path):
     chance, whole, path = random.Random(1), tmp_path / "whole", tmp_path / "run"
     seconds = run_whole(lambda: record(whole), tmp_path)
-    num_found = []
     for _ in range(num_kills):
-        num_steps = num_steps_equal(whole, path)
-        first = chance.randint(1, num_steps) if 0 < num_steps < NUM_STEPS else 0
-        if not first:
-            shutil.rmtree(path, ignore_errors=True)
-            num_steps = 0
-        kill_after(chance.uniform(0, seconds), partial(record, path, first=first), tmp_path)
-        num_found.append(num_steps_equal(whole, path))
-        assert num_found[-1] >= num_steps
-    first = num_found[-1] % NUM_STEPS
+        before = num_steps_equal(whole, path)
+        if before == NUM_STEPS:
+            shutil.rmtree(path)
+            before = 0
+        first = chance.randint(1, before) if before else 0
+        has_run_without_steps = not before and (path / "run.json").exists()
+        recording = partial(record, path, first=first, overwrite=has_run_without_steps)
+        kill_after(chance.uniform(0, seconds), recording, tmp_path)
+        assert num_steps_equal(whole, path) >= before
+    first = num_steps_equal(whole, path) % NUM_STEPS
     run_whole(partial(record, path, first=first, overwrite=not first), tmp_path)
     assert compare_runs(whole, path).verdict == "match"
 

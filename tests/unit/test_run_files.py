@@ -217,11 +217,23 @@ def test_a_run_is_left_alone_unless_asked_and_only_our_own_names_are_deleted(tmp
     assert read_manifest(run).run_id == "ab12"
     (run / "run.json").unlink()
     assert make_room(run) == run
-    for name in ("programs", "sources", "rank-00000", "verdict.json"):
-        (run / name).mkdir()
-        with pytest.raises(RunExistsError, match=name):
+    for name in ("programs/1.parquet", "sources/1.parquet", "verdict.json"):
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).touch()
+        with pytest.raises(RunExistsError, match=name.partition("/")[0]):
             make_room(run)
-        (run / name).rmdir()
+        (run / name).unlink()
+
+
+def test_what_a_process_left_that_was_killed_before_its_run_json_is_in_nobodys_way(tmp_path):
+    path = tmp_path / "run"
+    for name in ("programs", "layouts", "rank-00000"):
+        (path / name).mkdir(parents=True)
+    (path / ".run.json.77.tmp").touch()
+    (path / "rank-00000" / "attempt-000.arrows").touch()
+    (path / "notes.txt").touch()
+    assert make_room(path) == path
+    assert [child.name for child in path.iterdir()] == ["notes.txt"]
 
 
 @pytest.mark.parametrize("moment", range(6))
