@@ -93,8 +93,7 @@ def test_a_killed_recording_holds_whole_steps_and_can_be_continued(num_kills, tm
             shutil.rmtree(path)
             before = 0
         first = chance.randint(1, before) if before else 0
-        has_run_without_steps = not before and (path / "run.json").exists()
-        recording = partial(record, path, first=first, overwrite=has_run_without_steps)
+        recording = partial(record, path, first=first, overwrite=not first and path.exists())
         kill_after(chance.uniform(0, seconds), recording, tmp_path)
         assert num_steps_equal(whole, path) >= before
     first = num_steps_equal(whole, path) % NUM_STEPS
