@@ -105,8 +105,8 @@ def doctor_report(diagnosis: "Diagnosis") -> list[Section]:
     shown = ", ".join(f"{name} {version}" for name, version in versions.items())
     head = [f"{shown}; {count(facts['torch.num_threads'], 'thread')} on {place}"]
     system = (facts[name] for name in ("platform.system", "platform.libc", "cpu.architecture"))
-    others = [name for name, found in diagnosis.installation.versions.items() if found and name not in versions]
-    head += [f"{', '.join(filter(None, system))}; {versions_line(diagnosis.installation, others)}"]
+    rest = [name for name, found in diagnosis.installation.versions.items() if found and name not in versions]
+    head += [f"{', '.join(filter(None, system))}; {versions_line(diagnosis.installation, rest)}"]
     head += [f"Digests of tensors on {facts['digest']}"] if "digest" in facts else []
     rows = [
         (setting.state, setting.name, f"{setting.wanted}", f"{setting.in_force}", setting.to_do or "-")
