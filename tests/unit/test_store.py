@@ -213,9 +213,7 @@ def test_a_kill_before_run_json_leaves_what_was_there(tmp_path, monkeypatch):
     kill_in(lambda: create(path))
     with pytest.raises(ReferenceNotFoundError):
         Run.open(path)
-    with pytest.raises(RunExistsError):
-        create(path)
-    append(create(path, overwrite=True), [0, 1], complete=True)
+    append(create(path), [0, 1], complete=True)
     assert seeds_of(path) == {0: 0, 1: 0}
     for path in (tmp_path / "segment", tmp_path / "resume"):
         writer = append(create(path), [0, 1], complete=None if path.name == "segment" else False)
