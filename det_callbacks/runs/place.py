@@ -14,9 +14,12 @@ from det_callbacks.runs.manifest import Purpose, read_manifest
 # replacement moves to its place. After a kill, the name says what is left to do.
 REPLACEMENT, COMPLETE, MOVING = ".replacement", ".complete", ".moving"
 
+DISAGREEMENT = ".disagreement"  # folder with what a resumed recording found different, until the recording ends
+
 _OUR_NAME = re.compile(
     rf"{MANIFEST}|{PROGRAMS}|{SITES}|{LAYOUTS}|{SOURCES}|verdict\.json|report\.html|rank-\d{{5}}"
-    rf"|\.(run\.json|verdict\.json|report\.html)\.\d+\.tmp|\{REPLACEMENT}|\{COMPLETE}|\{MOVING}"
+    rf"|\.(run\.json|verdict\.json|report\.html)\.\d+\.tmp"
+    rf"|\{REPLACEMENT}|\{COMPLETE}|\{MOVING}|\{DISAGREEMENT}"
 )
 
 

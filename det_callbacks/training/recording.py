@@ -15,6 +15,7 @@ from det_callbacks.report.findings import findings_line
 from det_callbacks.report.verdict import disagreement_text
 from det_callbacks.runs.metrics import Reading
 from det_callbacks.runs.peers import END_OF_FIT, Peers
+from det_callbacks.runs.place import DISAGREEMENT
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.runs.writer import RunWriter
 from det_callbacks.text import count
@@ -51,7 +52,7 @@ class Recording(TracedSession):
                 self.run = RunWriter.resume(self.path, **options)
                 assert self.run.earlier is not None, "it is resumed"
                 # its folder holds diverging steps until the attempt is discarded
-                self.detector = Verification(self.run.earlier, self.path / ".disagreement", steps="common", **options)
+                self.detector = Verification(self.run.earlier, self.path / DISAGREEMENT, steps="common", **options)
                 for segment in range(self.run.segment + 1):
                     self.detector.begin_fit(segment, is_resumed=True, is_every_step=self._is_resuming)
             else:

@@ -198,6 +198,8 @@ def test_a_run_is_left_alone_unless_asked_and_only_our_own_names_are_deleted(tmp
         (run / name).parent.mkdir(exist_ok=True)
         (run / name).write_text("theirs")
     (run / ".run.json.77.tmp").write_text("ours: a writer was killed")
+    (run / ".disagreement").mkdir()
+    (run / ".disagreement" / "run.json").write_text("ours: a resumed recording was killed")
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "data").write_text("theirs")
     (run / "rank-00007").symlink_to(tmp_path / "elsewhere")
