@@ -42,8 +42,8 @@ _FILL = "MALLOC_PERTURB_"
 _WITHOUT_CACHE = "glibc.malloc.tcache_count=0"  # glibc does not fill small cached blocks
 _STARTUP = Path(__file__).parents[1] / "integrations" / "startup"
 _OF_SCRIPT = {
-    "match": "the script repeats itself, bit for bit",
-    "diverged": "the script does not repeat itself",
+    "match": "the script is reproducible, bit for bit",
+    "diverged": "the script is not reproducible",
     "not_comparable": "the two runs differ, and so do their machines",
     "failed": "the script could not be checked",
 }
@@ -206,7 +206,7 @@ def _require_no_whole_run(run: Path) -> None:
         raise RunExistsError(
             f"{run} holds a run already. Nothing was run or changed. Record to another folder, replace the run with "
             "--overwrite, or verify against it with det-callbacks verify. To continue it from a checkpoint, add a "
-            "DeterminismCallback to the training.",
+            "DeterminismCallback to the script.",
             str(run),
         )
 
@@ -249,7 +249,7 @@ def check(options: argparse.Namespace) -> int:
     if facts == _OF_SCRIPT["diverged"] and Run.open(home / "reference").manifest.settings.get("seed") is None:
         facts += "; the script sets no seed: add --seed 0"
     if names := [run.name for run in runs[2:] if run.outcome == "diverged"]:
-        facts += f"; its bits depend on {', '.join(names)}"
+        facts += f"; its results depend on {', '.join(names)}"
     return _end("check", runs, f"; {facts}; kept in {home}")
 
 

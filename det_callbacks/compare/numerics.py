@@ -59,7 +59,7 @@ class Rounding:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             if content["schema"] != _SCHEMA:
-                raise ValueError(f"its schema is {content['schema']!r}, and {_SCHEMA} is read here")
+                raise ValueError(f"its schema is {content['schema']!r}, but this version reads {_SCHEMA}")
             bounds = {_key(*site[:8]): inf if site[8] is None else float(site[8]) for site in content["sites"]}
             if any(bound != bound for bound in bounds.values()):
                 raise ValueError("a bound is NaN")
@@ -69,7 +69,7 @@ class Rounding:
                 f"det-callbacks check --numerics --to {folder} -- python train.py"
             ) from error
         except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-            raise damaged(path, f"it is no measured tolerance ({error!r})") from error
+            raise damaged(path, f"it is not a measured tolerance ({error!r})") from error
         return cls(path=path, bounds=bounds)
 
     def bound(self, site: Divergence, dtype: str) -> float | None:

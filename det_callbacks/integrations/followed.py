@@ -79,7 +79,7 @@ class FollowedLoop(TrainingRun):
         self.__enter__()
         if not self._training.rank:
             self._training.print_line(
-                f"det_callbacks: follows torch's optimizers: each step of {self._by} ends one of {self._trained}"
+                f"det_callbacks: follows torch's optimizers: each step of {self._by} ends a step of {self._trained}"
             )
 
     def begin_step(self, args: Sequence[Any], keywords: Mapping[str, Any], drawn: DrawnLoader | None) -> None:
@@ -150,7 +150,7 @@ class FollowedLoop(TrainingRun):
         if unfollowed and not self._training.rank:
             steps = listed([f"{count(number, 'step')} of {name}" for name, number in unfollowed.items()])
             print_closing_line(
-                f"det_callbacks: not followed: {steps}, since no module with their parameters was called"
+                f"det_callbacks: not recorded: {steps}, because no module with their parameters was called"
             )
         error = self._ended_by
         unfinished = take_unfinished()

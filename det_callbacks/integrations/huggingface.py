@@ -38,7 +38,7 @@ _OF_A_CLOCK = ("epoch", "*_runtime", "*_per_second", "*_preparation_time", "*_me
 
 
 _PLACES = {
-    "train": "of the Trainer: no callback runs when a training resumes, or ends with an exception",
+    "train": "of the Trainer: no callback runs when training resumes, or ends with an exception",
     "training_step": "of the Trainer: no callback runs at the end of forward and backward",
     "get_batch_samples": "of the Trainer: callbacks get no batch, and a different loader after a resume",
     "clip_grad_norm_": "of the Trainer's accelerator: no callback runs before clipping",
@@ -255,7 +255,7 @@ class DeterminismCallback(TrainerCallback):
             return
         if self._trainer is None or self._trainer.args is not args:
             raise SelectionError(
-                "The DeterminismCallback was added after the Trainer was made, so it cannot see a training that fails. "
+                "The DeterminismCallback was added after the Trainer was made, so it cannot see a run that fails. "
                 "Pass it to the constructor: Trainer(..., callbacks=[callback])."
             )
         _require_supported(self._trainer)

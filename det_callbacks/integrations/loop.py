@@ -362,8 +362,8 @@ class TrainingRun(FollowedRun):
         self._require_open("step")
         if self._is_in_step:
             raise SelectionError(
-                "A step began within a step. A step is one batch, from its forward pass to the optimizer's step: leave "
-                "the previous step first, or accumulate several batches within one step."
+                "A step began inside a step. A step is one batch, from its forward pass to the optimizer's step: leave "
+                "the previous step first, or accumulate several batches in one step."
             )
         if self._failed is not None:
             raise self._went_on(self._failed)

@@ -87,7 +87,7 @@ class TrainingRuns:
         if name is not None and (not name or Path(name).name != name or name.startswith(".")):
             raise SelectionError(f"name={name!r} is not a valid folder name: use a word.")
         if name in self._trainings or (self._trainings and None in (name, *self._trainings)):
-            raise SelectionError("This test has several trainings: give each a different name, name=...")
+            raise SelectionError("This test has several runs: give each a different name, name=...")
         reference = self._folder if name is None else self._folder / name
         if name is None and any(self._folder.glob("*/run.json")):
             raise SelectionError(f"{self._folder} holds references with names: pass name=..., or remove them.")
@@ -138,7 +138,7 @@ def _check(training: _Training) -> None:
     done, file = ("recorded for", MANIFEST) if is_recorded else ("compared with", VERDICT_FILE)
     if not (training.folder / file).exists():
         raise NothingComparedError(
-            f"No training completed, so nothing was {done} {training.reference}. Pass the callback to a "
+            f"No run completed, so nothing was {done} {training.reference}. Pass the callback to a "
             "Trainer (callbacks=[callback]) and call trainer.fit, or train in "
             "`with follow(model=..., optimizers=...) as run:`."
         )
@@ -165,7 +165,7 @@ def _compared(training: _Training) -> Verdict:
     ]
     if steps[0] != steps[1]:
         raise NothingComparedError(
-            f"The training has different steps from its reference {training.reference}, so some of their numbers "
+            f"The run has different steps from its reference {training.reference}, so some of their numbers "
             "cannot be compared. Train as many steps, or record the reference again."
         )
     tolerance = None if training.tolerance == "torch.testing" else training.tolerance

@@ -149,7 +149,7 @@ def read_evidence(path: Path, *, run_id: str, keep: Filter | None = None) -> Ite
         except (pa.ArrowException, OSError, ValueError) as error:
             raise damaged(path, f"it does not begin like evidence ({error})") from error
         if not stream.schema.equals(_schema_of(run_id), check_metadata=True):
-            raise damaged(path, f"it is of another run, version or kind ({stream.schema.metadata})")
+            raise damaged(path, f"it is from a different run, version or kind ({stream.schema.metadata})")
         while True:
             try:
                 batch, metadata = stream.read_next_batch_with_custom_metadata()

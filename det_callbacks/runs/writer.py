@@ -100,7 +100,7 @@ class RunWriter:
             lock.acquire(instead=ANOTHER_FOLDER["record"])
 
         with _releasing_on_errors(lock):
-            peers.broadcast(lead, task=f"going on with the run {path}")
+            peers.broadcast(lead, task=f"continuing the run {path}")
             run = peers.run_on_all(lambda: _open_resumed(path, manifest, peers), task=f"opening the run {path}")
             peers.require_shared(path)
             attempts = run.manifest.attempts
@@ -260,7 +260,7 @@ class RunWriter:
         return self._lock is None or self._lock.is_held
 
     def _go_on(self) -> None:
-        self._peers.broadcast(self._take_lock, task=f"going on with the run {self.path}")
+        self._peers.broadcast(self._take_lock, task=f"continuing the run {self.path}")
 
     def _take_lock(self) -> None:
         """Take the lock again after ``close``; raise RunExistsError if another process has changed the run since."""
@@ -271,8 +271,8 @@ class RunWriter:
             now = read_manifest(self.path)
             if (now.run_id, now.attempts) != (self.manifest.run_id, self.manifest.attempts):
                 raise RunExistsError(
-                    f"Another process has replaced {self.path} since this one closed it, or gone on with it: what is "
-                    "there was left as it is. Record several fits of one script at a time.",
+                    f"Another process has replaced or continued {self.path} since this one closed it. Nothing there "
+                    "was changed. If a script has several fits, start it again only after it has ended.",
                     str(self.path),
                 )
 

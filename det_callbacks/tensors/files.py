@@ -260,7 +260,7 @@ class SavedStep:
             text = metadata[_METADATA]
             content = json.loads(text)
             if (version := content["format_version"]) != TENSORS_FORMAT_VERSION:
-                raise ValueError(f"its format version is {version!r}, and {TENSORS_FORMAT_VERSION} is read here")
+                raise ValueError(f"its format version is {version!r}, but this version reads {TENSORS_FORMAT_VERSION}")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise damaged(self.path, f"it is not a safetensors file written by det_callbacks ({error!r})") from error
         if metadata.get(_SEAL) != _seal(text, sections):

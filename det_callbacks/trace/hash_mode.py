@@ -310,8 +310,8 @@ class Listener:
 class OpRegion:
     """Lets the recorder see ops while a region is open; regions nest, and only the outermost counts.
 
-    The end of a region forgets all writers: between regions, anything may write memory unrecorded. ``level`` is that of a
-    surrounding HashMode, if any. At "op", the HashMode sees every op anyway, and at "state" it does not
+    The end of a region forgets all writers: between regions, anything may write memory unrecorded. ``level`` is that
+    of a surrounding HashMode, if any. At "op", the HashMode sees every op anyway, and at "state" it does not
     follow modules, so regions are only counted.
     """
 

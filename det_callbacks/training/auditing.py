@@ -89,9 +89,7 @@ class Auditing(Session):
             if chosen is not None:
                 steps = ", ".join(map(str, chosen))
                 why = f"the fit ran none of the steps in only_steps ({steps}). Select steps that the fit reaches"
-            raise NothingComparedError(
-                f"Nothing was audited, because {why}."
-            )
+            raise NothingComparedError(f"Nothing was audited, because {why}.")
         report = self.audit_report = AuditReport(
             steps=tuple(self._steps),
             num_compared=mode.num_compared,

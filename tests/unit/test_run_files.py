@@ -115,7 +115,7 @@ def test_a_site_that_is_not_what_its_file_says_or_is_in_none_is_refused(tmp_path
             read_program(tmp_path, program.id)
         assert str(path) in str(caught.value)
     path.unlink()
-    with pytest.raises(ReferenceFormatError, match=r"none of the files in .*sites has its site") as caught:
+    with pytest.raises(ReferenceFormatError, match=r"no file in .*sites has site \d+ of this program") as caught:
         read_program(tmp_path, program.id)
     assert str(files.table_path(tmp_path, "programs", program.id)) in str(caught.value)
 

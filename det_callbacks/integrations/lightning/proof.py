@@ -120,7 +120,7 @@ def prove_resume(
     verdict = resumed.verdict
     steps_compared = None if verdict is None else verdict.coverage.steps
     if verdict is None or steps_compared is None or steps_compared[0] != stop_at:
-        raise NothingComparedError(f"The resumed training was not verified from step {stop_at} to its end.")
+        raise NothingComparedError(f"The resumed run was not verified from step {stop_at} to its end.")
     return verdict
 
 

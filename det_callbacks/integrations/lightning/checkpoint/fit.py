@@ -130,7 +130,7 @@ def problems(trainer: pl.Trainer) -> Iterator[str]:
     if not draws_itself and fetcher is not None and fetcher.length is None:
         yield "its training data has no length, so Lightning prefetches a batch; give the data set a __len__"
     if any(getattr(one, "persistent_workers", False) for one in loaders):
-        yield "persistent_workers=True keeps generators in workers, which cannot be saved; use persistent_workers=False"
+        yield "persistent_workers=True keeps workers alive, whose generators cannot be saved; set it to False"
     has_own_place = any(type(one) is not DataLoader and hasattr(one, "load_state_dict") for one in loaders)
     if draws_itself or is_made_again or has_own_place or len(loaders) > 1:
         yield (
@@ -145,7 +145,7 @@ def problems(trainer: pl.Trainer) -> Iterator[str]:
     is_validated = validated.is_last_batch and validated.current.ready == validated.current.completed
     is_in_epoch_start, is_in_validation = epochs.ready > epochs.started, trainer.validating and not is_validated
     if is_in_epoch_start or is_in_validation or batches.current.ready > batches.current.processed:
-        place = f"step {batches.total.processed}, a validation, or the hooks of an epoch's start"
+        place = f"step {batches.total.processed}, a validation, or the epoch-start hooks"
         yield f"it was saved in the middle of {place}; save at the end of a batch, a validation or an epoch"
 
 

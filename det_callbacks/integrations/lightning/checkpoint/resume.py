@@ -32,8 +32,8 @@ from det_callbacks.trace.state.generators import GeneratorReader
 from det_callbacks.trace.state.leaves import leaves
 
 _ENDED = (
-    "it was saved before a validation or the end of an epoch, which Lightning skips on resume, and the process or the "
-    "training ended before the next batch was drawn; save after that"
+    "it was saved before a validation or the end of an epoch, which Lightning skips on resume, and the run stopped "
+    "before the next batch; save after that"
 )
 _CHANGED = (
     "code that ran between it and the next batch (hooks of callbacks, a validation, an end of epoch), which Lightning "
@@ -140,7 +140,7 @@ class Resuming:
             if sidecar is None or not sidecar.num_ranks:
                 return False
             if (saved := sidecar.num_ranks) != num_ranks:
-                self._refuse(f"it was saved by {saved} process{'es' * (saved > 1)}, but this training has {num_ranks}")
+                self._refuse(f"it was saved by {saved} process{'es' * (saved > 1)}, but this run has {num_ranks}")
             found = read_part(Path(path).resolve(), sidecar, rank)
             if found is None:
                 who = f"rank {rank} of {num_ranks}"
@@ -264,8 +264,8 @@ class Resuming:
         assert drawn is not None, "the loader was iterated over"
         if (drawn.num_drawn, drawn.first_digest) != (position.num_drawn, position.first_digest):
             self._refuse(
-                f"the first {position.num_drawn} batches of the epoch, drawn again, differ from those that it was "
-                "trained on: the data or its order changed"
+                f"the first {position.num_drawn} batches of the epoch differ when they are loaded again: the data or "
+                "its order changed"
             )
 
     def _restore(self, state: Part, tensors: Mapping[str, torch.Tensor]) -> None:
