@@ -53,7 +53,7 @@ class CheckpointReport:
     missing_files: tuple[str, ...] = ()  # missing parts of ranks
     sections: Mapping[str, int]  # section -> number of entries compared
     num_tensors: int
-    num_bytes: int  # of the file or files
+    num_bytes: int  # size of the file or files
     sidecar: Sidecar | None = None  # None for two checkpoints
 
     @property

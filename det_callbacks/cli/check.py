@@ -35,7 +35,7 @@ from det_callbacks.verdict import EXIT_CODES, Verdict
 
 RECORDING, PLAIN, PERTURBED = "recording", "plain", "perturbed"
 FACTORS = ("workers", "threads", "hash-seed", "memory")  # in this order
-GRACE_SECONDS = 20.0  # for an interrupted script to end
+GRACE_SECONDS = 20.0  # time for an interrupted script to end
 
 _HASH_SEED = "PYTHONHASHSEED"
 _FILL = "MALLOC_PERTURB_"
@@ -54,7 +54,7 @@ class CheckedRun:
     name: str  # or the varied factor
     change: str = "nothing"  # "2 instead of 0"
     outcome: Literal["recorded", "match", "diverged", "not_comparable", "failed", "not_run"]
-    reason: str = ""  # of a failure
+    reason: str = ""  # reason of a failure
     verdict: Verdict | None = None
     output: Path | None = None  # file of its output, if not the terminal
 
@@ -67,7 +67,7 @@ class Script:
     variables: Mapping[str, str] = field(default_factory=dict)
     name: str = PLAIN
     change: str = "nothing"
-    entry: str = ""  # of the environment, that must differ if varied
+    entry: str = ""  # entry of the environment that must differ if varied
 
     def record(self, run: Path, *, overwrite: bool = False, output: Path | None = None) -> CheckedRun:
         before = _manifest(run)

@@ -1,6 +1,6 @@
 """Distinguishes rounding from a real change, by the differences of tensors that both runs kept.
 
-The comparison relates an op's error to the errors of its inputs. Where an op carries on rounding, it multiplies the
+The comparison relates an op's error to the errors of its inputs. If an op carries on rounding, it multiplies the
 error by a small factor; a real change adds an error that the inputs do not explain. A site that was not kept, or has no
 partner, takes the error of its inputs.
 """
@@ -231,7 +231,7 @@ class _Carried:
                     own = epsilon("" if entry is None else entry.dtype)
                     through = tuple(dict.fromkeys((*read.through, site.op)))
                     error = _Error(max(read.relative, own), read.absolute, through)
-            elif error is None:  # it comes from outside the trace, and differs
+            elif error is None:  # the tensor comes from outside the trace, and differs
                 error = _Error(inf, inf, through=(site.name or "a tensor made outside the trace",))
             self._carried.append(error)
 

@@ -28,7 +28,7 @@ from det_callbacks.training.fits import take_unfinished
 class FollowedLoop(TrainingRun):
     """A TrainingRun driven by ``TorchSteps``.
 
-    The batch of a step is the one drawn from a ``DataLoader`` if the model gets one of its tensors,
+    The batch of a step is the one that a ``DataLoader`` returned if the model gets one of its tensors,
     else the model's arguments.
     """
 
@@ -87,7 +87,7 @@ class FollowedLoop(TrainingRun):
         self._enter_step(given if drawn is None else self._drawn_for(given, drawn))
 
     def _drawn_for(self, given: Any, drawn: DrawnLoader) -> Any:
-        """Return the batch drawn for a step, else the arguments; a loader may have drawn batches ahead."""
+        """Return the batch loaded for a step, else the arguments; a loader may have loaded batches ahead."""
         training, waiting = self._training, drawn.draws.waiting
         batch, num_ahead = given, training.num_drawn_ahead
         place = _place_of(given, [loaded for loaded, _ in waiting])

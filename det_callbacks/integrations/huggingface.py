@@ -112,7 +112,7 @@ class _TrainerRun(TrainingRun):
             training.begin_loader(loader)
 
     def end_epoch(self) -> None:
-        """Mark the end of an epoch, which a callback may have ended within a step."""
+        """Mark the end of an epoch, which a callback may have ended inside a step."""
         if self._is_in_step:
             self._is_in_step = False
             self._hooks.drop_step()
@@ -176,7 +176,7 @@ class _TrainerRun(TrainingRun):
 
 
 class DeterminismCallback(TrainerCallback):
-    """Record a training with Hugging Face's Trainer, or verify it bit for bit against a recorded one.
+    """Record a run of Hugging Face's Trainer, or verify it bit for bit against a recorded one.
 
     A step is an optimizer step with all batches that it accumulates; its number is the
     ``state.global_step`` before it. Metrics of evaluations are compared by name. The callback changes

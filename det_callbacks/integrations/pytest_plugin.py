@@ -1,6 +1,6 @@
 """pytest plugin: the fixture ``training_snapshot``. Heavy imports wait until a test asks for it.
 
-Tests report through their properties, so that the summary is the same with pytest-xdist.
+Tests report through their properties, so the summary is the same with pytest-xdist.
 """
 
 import hashlib
@@ -98,7 +98,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     if failure is not None:
         # outside the handler: pytest would show both texts
         _end(failure, item.config, command=runs.command)
-    others = [it for it in item.user_properties if it[0] != _PROPERTY]  # of a test that runs again
+    others = [it for it in item.user_properties if it[0] != _PROPERTY]  # left by a test that runs again
     item.user_properties[:] = [*others, (_PROPERTY, json.dumps(done))]
     return result
 

@@ -103,7 +103,7 @@ def compare_modules(
     given = None if rtol is None or atol is None else Tolerance(float(rtol), float(atol))
     is_lone = (rtol is None) != (atol is None)
     if is_lone or not all(0 <= tolerance < math.inf for tolerance in given or ()):
-        raise ValueError(f"rtol and atol are given together, finite and not negative; got {rtol!r} and {atol!r}")
+        raise ValueError(f"rtol and atol must be given together, finite and not negative; got {rtol!r} and {atol!r}")
     # copies made in inference mode cannot be trained; the second context restores flags and generators
     with torch.inference_mode(False), enforce_determinism(DeterminismSettings.choose()):
         has_compiled = _is_compiled(base) or _is_compiled(control)

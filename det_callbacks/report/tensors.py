@@ -8,7 +8,7 @@ from det_callbacks.text import at_most, count, size
 if TYPE_CHECKING:
     from det_callbacks.checkpoint.check import CheckpointReport, EntryDifference
 
-MAX_ENTRIES = 20  # of a checkpoint that a message names
+MAX_ENTRIES = 20  # entries of a checkpoint that a message names
 
 
 def checkpoint_report(report: "CheckpointReport") -> list[Section]:

@@ -24,7 +24,7 @@ ARGUMENTS = "process.argv"  # the words that started the program
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentEntry:
-    """One JSON-able fact: where a run ran (the machine) or how (a choice)."""
+    """One JSON-able fact: where a run ran (the machine) or how (a choice: a setting of the user)."""
 
     value: Any
     is_machine: bool

@@ -40,7 +40,7 @@ BATCH_START, AFTER_FORWARD, AFTER_BACKWARD, BATCH_END = "batch start", "after fo
 
 # Points of rows without a moment in a step.
 BATCH = "batch"
-OPTIONS = "optimizer options"  # of the groups, when an update first uses them: "lr of group 0", as JSON
+OPTIONS = "optimizer options"  # options of the groups, when an update first uses them: "lr of group 0", as JSON
 UNSEEN_WRITE = "unseen write"  # the values are ``StepView.unseen_writes``
 VALUES = "arguments"  # digest and JSON text of numbers among an op's arguments
 PARAMETERS = "parameters"  # how many, and the JSON text of a list of names

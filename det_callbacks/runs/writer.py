@@ -157,7 +157,7 @@ class RunWriter:
         return identity in self._layouts
 
     def append(self, step: int, epoch: int, program_id: int, layout_id: int, digests: np.ndarray) -> int:
-        """Write a step after its program and layout, and return its chain; steps ascend within a fit."""
+        """Write a step after its program and layout, and return its chain; steps ascend in a fit."""
         assert self._programs[program_id] == self._layouts[layout_id] == len(digests), "all are of the same sites"
         assert step > self._last_step, f"step {step} comes after step {self._last_step}"
         if self._chain is None:
@@ -235,7 +235,7 @@ class RunWriter:
         self._change_attempt(segments=self.manifest.attempts[-1].segments + 1)
         self._open_stream(is_new=True)
         self._tell_of_files()
-        # Last, so that a kill in between leaves an incomplete run, not a complete run that lacks a fit.
+        # Last, so a kill in between leaves an incomplete run, not a complete run that lacks a fit.
         self._end(finished, complete=True)
 
     def close(self, *, complete: bool) -> None:

@@ -155,7 +155,7 @@ class StepWriter:
             path.unlink(missing_ok=True)
         if not tensors and not values:
             return
-        # large elements first, as in safetensors, which aligns all of them
+        # large elements first, like safetensors, which aligns all of them
         order = sorted(tensors, key=lambda key: -tensors[key].bits.nbytes // max(tensors[key].num_saved, 1))
         sections: dict[str, Any] = {}
         offset = 0

@@ -168,7 +168,7 @@ def test_what_was_written_is_read_in_order_and_a_kill_loses_the_last_steps_only(
     path.write_bytes(content)
     writer.close()
     assert read() == rows
-    with pytest.raises(ReferenceFormatError, match="another run"):
+    with pytest.raises(ReferenceFormatError, match="from a different run"):
         read("another")
     path.write_bytes(b"nothing of ours")
     with pytest.raises(ReferenceFormatError, match="does not begin"):

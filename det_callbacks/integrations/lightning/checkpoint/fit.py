@@ -50,7 +50,7 @@ def tensors_to_save(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
         for name, buffer in module.named_buffers():
             if name not in left_out and not isinstance(buffer, DTensor):
                 found[BUFFER + name] = buffer
-    with unobserved():  # a checkpoint may be saved within a step
+    with unobserved():  # a checkpoint may be saved inside a step
         return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in found.items()}
 
 
@@ -118,7 +118,7 @@ def generators(trainer: pl.Trainer) -> dict[str, Held]:
 
 def problems(trainer: pl.Trainer) -> Iterator[str]:
     loop, loaders = trainer.fit_loop, _loaders(trainer)
-    batches: Any = loop.epoch_loop.batch_progress  # its declared type lacks attributes
+    batches: Any = loop.epoch_loop.batch_progress  # declared type lacks attributes
     epochs: Any = loop.epoch_progress.current
     fetcher = data_fetcher(loop)
     validated = loop.epoch_loop.val_loop.batch_progress
@@ -130,7 +130,7 @@ def problems(trainer: pl.Trainer) -> Iterator[str]:
     if not draws_itself and fetcher is not None and fetcher.length is None:
         yield "its training data has no length, so Lightning prefetches a batch; give the data set a __len__"
     if any(getattr(one, "persistent_workers", False) for one in loaders):
-        yield "persistent_workers=True keeps workers alive, whose generators cannot be saved; set it to False"
+        yield "persistent_workers=True keeps generators in workers, which cannot be saved; use persistent_workers=False"
     has_own_place = any(type(one) is not DataLoader and hasattr(one, "load_state_dict") for one in loaders)
     if draws_itself or is_made_again or has_own_place or len(loaders) > 1:
         yield (

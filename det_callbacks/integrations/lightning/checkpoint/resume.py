@@ -44,14 +44,14 @@ _CHANGED = (
 class Resuming:
     """Saves and restores the state of one fit that Lightning's checkpoints omit.
 
-    It follows the drawing of batches (1 to 5 microseconds a batch); a save takes a pass over the weights.
+    It follows the loading of batches (1 to 5 microseconds per batch); a save takes a pass over the weights.
     """
 
     def __init__(self, trainer: pl.Trainer, peers: Peers, *, is_exact: bool) -> None:
         self._trainer = trainer
         self._peers = peers
         self._is_exact = is_exact
-        self._buckets: buckets.Buckets = ()  # of the resumed checkpoint
+        self._buckets: buckets.Buckets = ()  # buckets of the resumed checkpoint
         self._replaced = ReplacedMethods(PLACES)
         self._let_go: Callable[[], object] = lambda: None
         # saves since the last batch: path -> part, states of callbacks, whether the epoch had ended
@@ -61,7 +61,7 @@ class Resuming:
         self._tensors: dict[str, torch.Tensor] = {}
         self._position: DataPosition | None = None
         self._held: Mapping[str, Held] = {}
-        self.reader: GeneratorReader | None = None  # of the open fit
+        self.reader: GeneratorReader | None = None  # reader of the open fit
         self.idle: tuple[str, ...] | None = None  # generators unused when the checkpoint was saved
         self._restore_at_draw: Callable[[], object] | None = None
         if is_exact:
@@ -206,7 +206,7 @@ class Resuming:
                 # with max_steps Lightning considers the epoch unfinished, and would train a batch too many
                 own_class(loop, Loop).restarting.fset(loop, False)  # not the property of the fit loop
             else:
-                # Lightning counts an epoch as processed if a fit stopped within it
+                # Lightning counts an epoch as processed if a fit stopped inside it
                 for progress in (epochs.current, epochs.total):
                     progress.processed -= 1
                     progress.completed = min(progress.completed, progress.processed)
