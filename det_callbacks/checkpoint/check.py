@@ -48,7 +48,7 @@ class CheckpointReport:
 
     path: str  # the reference, if two checkpoints were compared
     other: str | None = None  # the checkpoint compared with it
-    has_same_bytes: bool  # as the other checkpoint, or as when it was saved
+    has_same_bytes: bool  # whether its bytes equal those of the other checkpoint, or those that were saved
     entries: tuple[EntryDifference, ...]  # those that differ
     missing_files: tuple[str, ...] = ()  # missing parts of ranks
     sections: Mapping[str, int]  # section -> number of entries compared

@@ -94,7 +94,7 @@ class Part:
     id: str  # id of the save
     rank: int
     is_epoch_over: bool  # the epoch's data is exhausted
-    # as before the next batch is drawn or, without a position, before the next epoch's hooks
+    # state before the next batch is loaded or, without a position, before the next epoch's hooks
     generators: GeneratorStates
     idle: tuple[str, ...] | None = None  # generators not used yet, or None if unknown
     position: DataPosition | None = None  # None if the next epoch had not begun

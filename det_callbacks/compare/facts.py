@@ -48,7 +48,7 @@ class Facts:
     difference: StepDifference
     choices: Sequence[EnvironmentDifference]  # that differ and can change bits of a step
     is_first_seen: bool  # whether the step is the first recorded one of its fit
-    is_after_unrecorded: bool  # what it read may have changed in the step before it, and it is not resumed
+    is_after_unrecorded: bool  # whether the previous step was not recorded, and the step is not the first of a resume
     is_resumed: bool  # one of the runs had just been resumed from a checkpoint
     unrestored: Sequence[str]  # restored state that differs from the state that the reference's previous step left
     evidence: Evidence

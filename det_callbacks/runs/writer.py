@@ -57,7 +57,7 @@ class RunWriter:
         try:
             self._open_stream(is_new=True)
             self._tell_of_files()
-        except BaseException:  # also Ctrl-C
+        except BaseException:  # including Ctrl-C
             self._close_files(complete=False)
             raise
 
@@ -358,7 +358,7 @@ class RunWriter:
 def _releasing_on_errors(lock: FolderLock | None) -> Iterator[None]:
     try:
         yield
-    except BaseException:  # also Ctrl-C
+    except BaseException:  # including Ctrl-C
         if lock is not None:
             lock.release()
         raise

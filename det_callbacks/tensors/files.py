@@ -186,7 +186,7 @@ class StepWriter:
                     for key in order:
                         file.write(tensors[key].bits.data)
                 temporary.replace(path)
-            except BaseException:  # also Ctrl-C
+            except BaseException:  # including Ctrl-C
                 temporary.unlink(missing_ok=True)
                 raise
 

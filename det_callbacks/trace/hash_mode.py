@@ -149,7 +149,7 @@ class HashMode:
             if self.selection.level != "state":
                 recorder.places.modules.open()
             self._listener.open(sees_ops=self.selection.level == "op")
-        except BaseException:  # also Ctrl-C: Python will not call __exit__
+        except BaseException:  # including Ctrl-C: Python will not call __exit__
             self.abandon()
             raise
 
@@ -170,7 +170,7 @@ class HashMode:
                 if self.selection.level == "op":
                     self.recorder.places.names.keep(places, entries)
                 self.trace = self.recorder.finish()
-        except BaseException:  # also Ctrl-C: leave no hooks behind
+        except BaseException:  # including Ctrl-C: leave no hooks behind
             self.recorder.abandon()
             raise
         return self.trace
