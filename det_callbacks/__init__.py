@@ -163,7 +163,7 @@ def __getattr__(name: str) -> Any:
         if name in names:
             try:
                 value = globals()[name] = getattr(import_module(home), name)
-            except AttributeError as error:  # which ``from det_callbacks import`` would call a name that there is not
+            except AttributeError as error:  # ``from det_callbacks import`` would report it as a missing name
                 raise ImportError(f"{home} cannot be imported: {error}. Ask: python -m det_callbacks doctor") from error
             return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

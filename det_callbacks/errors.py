@@ -42,7 +42,7 @@ class DetCallbacksError(Exception):
     """Root of the exceptions of det_callbacks.
 
     Its first argument is the text for the user: what is wrong, what was still right, and what to do next. Further
-    arguments are its data, the attributes that ``_data`` names, so that it survives pickling.
+    arguments are its data, the attributes that ``_data`` names, so it survives pickling.
 
     Attributes:
         exit_code: exit status of a program that ends with this error: 1 diverged or failed, 2 could not do it, 3 not

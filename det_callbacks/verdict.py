@@ -47,12 +47,12 @@ class TensorNumbers:
     num_nan: int = 0  # elements that differ and of which one or both are NaN; in no bin of ``ulps``
     num_inf: int = 0  # likewise, of which one or both are infinite and none is NaN
     max_ulps: int | None = None
-    # of finite elements, or None without one, or beyond float64
+    # largest distances of finite elements, or None if there are none or float64 cannot represent them
     max_absolute: float | None = None
     max_relative: float | None = None  # likewise, by the reference's element if that is not zero
     first: tuple[int, ...] | None = None  # index of the first element that differs, row-major
     first_values: tuple[str, str] | None = None  # its values in the reference and the current run, as text
-    # of the element with NaN, else an infinity, else the largest distance
+    # the element with NaN, else an infinity, else the largest distance
     worst: tuple[int, ...] | None = None
     worst_values: tuple[str, str] | None = None
     problem: str = ""  # why there are no numbers, or ""
@@ -85,7 +85,7 @@ class Divergence:
         kind: content (different bits), argument (a different scalar or option), structure (a different
             shape, dtype or layout), missing (only in the reference), extra (only in the current run).
         source: lines of the user's code, innermost first, as "train.py:41 in forward".
-        shape: in elements; None, like ``dtype``, if the site is no tensor.
+        shape: in elements; None, like ``dtype``, if the site is not a tensor.
         reference_digest: 16 hexadecimal digits, or None; likewise ``current_digest``.
         is_origin: True if nothing it read differs; False if it passed a difference on or is itself
             a source (an input, a batch, a weight), or None if neither can be proven.
@@ -237,7 +237,7 @@ class SiteNumerics:
             None where one side alone has a NaN or an infinity. Elements smaller than the root mean square of their
             tensor count at that size, since next to zero ULPs and relative errors say little.
         within: whether every element is within the tolerance; ``excess`` is the largest difference as a multiple of it,
-            None where that is infinite.
+            None if that is infinite.
         num_elements: number of compared elements, fewer than in the shape if a sample was kept.
         reads: largest relative error of the op's inputs, or None if unknown.
         growth: the error as a multiple of that, or of the dtype's epsilon if that is larger, or None without either.

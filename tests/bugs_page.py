@@ -11,8 +11,8 @@ HEAD = """# Bugs it would have found
 
 <!-- Made by `make bugs` from the READMEs in recipes/gallery: change those. -->
 
-Real, public bugs, and what the tool says of each. The trainings are in `recipes/gallery`: at most 60 lines, in the form
-that their users had. Each has two arms, which a test runs: with the bug the culprit is named, and with the fix the
+Real, public bugs, and what det_callbacks reports for each. The scripts are in `recipes/gallery`, at most 60 lines each,
+as their users wrote them. A test runs each script twice: with the bug, the verdict names the culprit; with the fix, the
 verdict is `match`, without findings.
 """
 

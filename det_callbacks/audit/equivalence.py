@@ -278,7 +278,7 @@ class BitwiseEquivalenceMode:
             return self._fresh.begin_read(tensors_read(plan, *call), updated)
 
     def _give_back(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Give back fresh memory, so that a call that runs once reads what it would read without the mode."""
+        """Give back fresh memory, so a call that runs once reads what it would read without the mode."""
         if self._fresh:
             with _unseen():
                 for tensor in tensors_in((*args, *kwargs.values())):
@@ -292,7 +292,7 @@ class _Rerun:
         self._plan, self._call, self.unwritten = plan, call, unwritten
         self._before: RewindPoint | None = None
         self._after: RewindPoint | None = None
-        self.out: Any = None  # of the first run
+        self.out: Any = None  # output of the first run
         self.reason = ""  # why it was not compared
         self.differing: list[_Difference] = []
         self.fault: Literal["", "transient", "uninitialised"] = ""

@@ -1,4 +1,4 @@
-"""Nothing earlier explains it: the cause is the phase of the origin, or of the first difference if there is no origin.
+"""Nothing earlier explains it: the cause is the phase of the origin, or of the first difference if that is unknown.
 
 Example:
     Step 7, forward: aten.mul.Tensor #5 in net.chain (train.py:45, forward) produced different

@@ -27,6 +27,6 @@ def _may_be_older(facts: Facts) -> bool:
     if facts.sources:
         source = facts.sources[0].divergence
         return source.phase in ("input", "state") and bool(source.name)
-    # its inputs were not recorded
+    # the inputs of the first difference were not recorded
     first = facts.first.divergence
     return facts.origin is None and not first.op and first.kind == "content"

@@ -73,12 +73,12 @@ class CheckpointReport:
 
     path: str  # the reference, if two checkpoints were compared
     other: str | None = None  # the checkpoint compared with it
-    has_same_bytes: bool  # as the other checkpoint, or as when it was saved
+    has_same_bytes: bool  # whether its bytes equal those of the other checkpoint, or those that were saved
     entries: tuple[EntryDifference, ...]  # those that differ
     missing_files: tuple[str, ...] = ()  # missing parts of ranks
     sections: Mapping[str, int]  # section -> number of entries compared
     num_tensors: int
-    num_bytes: int  # of the file or files
+    num_bytes: int  # size of the file or files
     sidecar: Sidecar | None = None  # None for two checkpoints
 
     @property

@@ -21,7 +21,7 @@ Entries = Mapping[str, Mapping[str, "Entry"]]
 class Entry:
     kind: str  # "tensor", "value" (plain), "file" (of a folder) or "opaque"
     type: str  # dtype ("float32") or type
-    digest: str | None = None  # of a row-major tensor or an encoded value, or None if opaque
+    digest: str | None = None  # digest of a row-major tensor or an encoded value, or None if opaque
     shape: tuple[int, ...] | None = None
 
 

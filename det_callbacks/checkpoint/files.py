@@ -41,7 +41,7 @@ class Sidecar:
     """The digests of a checkpoint, written when it is saved."""
 
     id: str  # random identity of the save
-    file: FileDigest  # of the file, or of all files of a folder
+    file: FileDigest  # digest of the file, or of all files of a folder
     entries: Entries  # by section and path; the files of a folder are in section "files"
     # "0/state/3" in the optimizers' states -> name
     parameters: Mapping[str, str] = field(default_factory=dict)
@@ -91,10 +91,10 @@ class DataPosition:
 class Part:
     """The state of one process that Lightning's checkpoint omits; a line of JSON before the tensors."""
 
-    id: str  # of the save
+    id: str  # id of the save
     rank: int
     is_epoch_over: bool  # the epoch's data is exhausted
-    # as before the next batch is drawn or, without a position, before the next epoch's hooks
+    # state before the next batch is loaded or, without a position, before the next epoch's hooks
     generators: GeneratorStates
     idle: tuple[str, ...] | None = None  # generators not used yet, or None if unknown
     position: DataPosition | None = None  # None if the next epoch had not begun

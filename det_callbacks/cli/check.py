@@ -35,15 +35,15 @@ from det_callbacks.verdict import EXIT_CODES, Verdict
 
 RECORDING, PLAIN, PERTURBED = "recording", "plain", "perturbed"
 FACTORS = ("workers", "threads", "hash-seed", "memory")  # in this order
-GRACE_SECONDS = 20.0  # for an interrupted script to end
+GRACE_SECONDS = 20.0  # time for an interrupted script to end
 
 _HASH_SEED = "PYTHONHASHSEED"
 _FILL = "MALLOC_PERTURB_"
 _WITHOUT_CACHE = "glibc.malloc.tcache_count=0"  # glibc does not fill small cached blocks
 _STARTUP = Path(__file__).parents[1] / "integrations" / "startup"
 _OF_SCRIPT = {
-    "match": "the script repeats itself, bit for bit",
-    "diverged": "the script does not repeat itself",
+    "match": "the script is reproducible, bit for bit",
+    "diverged": "the script is not reproducible",
     "not_comparable": "the two runs differ, and so do their machines",
     "failed": "the script could not be checked",
 }
@@ -54,7 +54,7 @@ class CheckedRun:
     name: str  # or the varied factor
     change: str = "nothing"  # "2 instead of 0"
     outcome: Literal["recorded", "match", "diverged", "not_comparable", "failed", "not_run"]
-    reason: str = ""  # of a failure
+    reason: str = ""  # reason of a failure
     verdict: Verdict | None = None
     output: Path | None = None  # file of its output, if not the terminal
 
@@ -67,7 +67,7 @@ class Script:
     variables: Mapping[str, str] = field(default_factory=dict)
     name: str = PLAIN
     change: str = "nothing"
-    entry: str = ""  # of the environment, that must differ if varied
+    entry: str = ""  # entry of the environment that must differ if varied
 
     def record(self, run: Path, *, overwrite: bool = False, output: Path | None = None) -> CheckedRun:
         before = _manifest(run)
@@ -206,7 +206,7 @@ def _require_no_whole_run(run: Path) -> None:
         raise RunExistsError(
             f"{run} holds a run already. Nothing was run or changed. Record to another folder, replace the run with "
             "--overwrite, or verify against it with det-callbacks verify. To continue it from a checkpoint, add a "
-            "DeterminismCallback to the training.",
+            "DeterminismCallback to the script.",
             str(run),
         )
 
@@ -249,7 +249,7 @@ def check(options: argparse.Namespace) -> int:
     if facts == _OF_SCRIPT["diverged"] and Run.open(home / "reference").manifest.settings.get("seed") is None:
         facts += "; the script sets no seed: add --seed 0"
     if names := [run.name for run in runs[2:] if run.outcome == "diverged"]:
-        facts += f"; its bits depend on {', '.join(names)}"
+        facts += f"; its results depend on {', '.join(names)}"
     return _end("check", runs, f"; {facts}; kept in {home}")
 
 

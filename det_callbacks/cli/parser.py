@@ -99,7 +99,7 @@ def _names(text: str) -> list[str]:
 
 def _number(text: str) -> int:
     if not text.isdecimal() or int(text) >= 2**32:  # the largest seed
-        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to 4294967295; got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be an integer from 0 to 4294967295; got {text!r}")
     return int(text)
 
 
@@ -142,14 +142,14 @@ _ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
         "metavar": "FACTORS",
         "help": "any of workers,threads,hash-seed,memory; each adds a run that changes it",
     },
-    "-v/--verbose": {"action": "store_true", "help": "print the script's output, also on success"},
+    "-v/--verbose": {"action": "store_true", "help": "print the script's output even on success"},
     "--level": {"choices": ("op", "module", "state"), "help": "op is the default"},
     "--modules": {"type": _names, "metavar": "PATTERNS", "help": "fnmatch patterns of modules, separated by commas"},
     "--every-n-steps": {"type": _number, "metavar": "N", "help": "record every n-th batch"},
     "--only-steps": {"type": _numbers, "metavar": "N,N", "help": "record these batches, by number"},
     "--replay": {"type": _ops, "metavar": "OPS", "help": "ops whose outputs are restored: patterns, or a YAML file"},
     "--keep": {"type": _ops, "metavar": "OPS", "help": "ops whose tensors are kept, to measure differences"},
-    "--tensor-budget-mib": {"type": float, "metavar": "MIB", "help": "kept tensors a step; above it, samples"},
+    "--tensor-budget-mib": {"type": float, "metavar": "MIB", "help": "kept tensors per step; above it, samples"},
     "--steps": {"choices": ("all", "common"), "help": "all (default): exactly the reference's; common: those of both"},
     "--on-divergence": {
         "choices": ("raise", "collect", "warn"),
@@ -165,13 +165,13 @@ _NUMBERS = "--numerics --tolerance --names"
 _COMMANDS: Mapping[str, tuple[str, str]] = {
     # name -> what it does, and its arguments
     "show": ("Show the contents of a run.", "run_folder --json --step --rank --segment"),
-    "findings": ("Find mistakes that a run repeats reliably; exit 1 if there are some.", "run_folder --json"),
+    "findings": ("Find mistakes that a run repeats reliably; exit 1 if there are any.", "run_folder --json"),
     "diff": (
         "Compare a run with its reference.",
         f"reference current --json --steps --html {_NUMBERS}",
     ),
-    "record": ("Run a script that trains with torch, and record its training.", "run_folder --overwrite"),
-    "verify": ("Run a script, and verify its training against a recorded one.", "run_folder --current"),
+    "record": ("Run a script that trains with torch, and record the run.", "run_folder --overwrite"),
+    "verify": ("Run a script, and verify its run against a recorded one.", "run_folder --current"),
     "check": ("Run a script twice, recording and then verifying, and say what differs.", _OF_CHECK),
     "doctor": ("Show which determinism settings are in force; exit 1 if a requested one is not.", "--json --against"),
     "ops": ("Show which ops of the installed torch are nondeterministic, or draw random numbers.", "--json --used-by"),

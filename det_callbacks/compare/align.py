@@ -64,7 +64,7 @@ def align(reference: StepView, current: StepView) -> Alignment:
 
 
 class _Unit(NamedTuple):
-    leads: range  # its input rows
+    leads: range  # input rows of the call
     rows: range  # outputs of a call, or a named row; a call without outputs has its argument row here
     argument: int  # the argument row of a call with outputs, or -1
     names: tuple[str | None, ...]  # of ``rows``

@@ -65,7 +65,7 @@ class FirstDifference:
 
     order: Order
     first: Divergence
-    origins: tuple[Divergence, ...] = ()  # of the step, as seen by this rank alone
+    origins: tuple[Divergence, ...] = ()  # origins of the step that this rank sees by itself
     begins: Begins
     changed: frozenset[CallKey] = frozenset()  # calls with different inputs or arguments on this rank
     received: tuple[tuple[CollectiveCall, Divergence], ...] = ()  # outputs of other calls on this rank

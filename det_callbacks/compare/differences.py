@@ -32,10 +32,10 @@ Start = Literal[
     "other arguments",  # each side kept a digest of different arguments
     "unread batch",  # Python may have read an object in the batch that could not be inspected
     "passed on",  # Python may have read a number or a shape that differs: ``_may_be_passed_on``
-    "race",  # it was read before its collective was done
+    "race",  # the tensor was read before its collective was done
     "collective",  # a collective delivered it, perhaps from another rank
     "graph replay",  # a replay of a CUDA graph may have written it
-    "not recorded",  # its writer was not
+    "not recorded",  # the op that wrote it was not recorded
     "region parameters",  # the parameters of a compiled region have no digest, below level op
     "unseen writer",  # the recorder did not see the writer of an input
 ]
@@ -101,7 +101,7 @@ class StepDifference:
         kinds.update((row, "argument") for row, known in self.arguments.items() if known)
         kinds.update(dict.fromkeys(np.flatnonzero(lefts < 0).tolist(), "extra"))
         kinds.update(dict.fromkeys(np.flatnonzero(rights < 0).tolist(), "missing"))
-        # the layout of a named input is that of its first reader: a different reader is no difference
+        # the layout of a named input is that of its first reader: a different reader is not a difference
         others = np.flatnonzero(self.differs & other_layout & ~other_bits).tolist()
         views = [row for row in others if self.site(row).role == "input" and self.site(row).name]
         if len(views) < len(kinds):
@@ -267,7 +267,7 @@ class StepDifference:
 
     @cached_property
     def starts(self) -> Mapping[int, Start]:
-        """The differing rows that read no difference, ascending; all others follow from them."""
+        """The differing rows that read no difference, ascending; all others depend on them."""
         return {row: self._start(row) for row in self.rows[~self.fed[self.rows]].tolist()}
 
     def start(self, row: int) -> Start:
@@ -339,7 +339,7 @@ class StepDifference:
 
     @cached_property
     def _first_readable(self) -> int:
-        """The first differing row that Python may have read: a different structure, or a number."""
+        """The first differing row that Python may have read: a different shape or dtype, or a number."""
         is_readable = self._by_row(*(_readable_sites(view.program) for view in (self.reference, self.current)))
         is_number = np.isin(_with_blank(self.current.layout.dtypes), _READ_UNSEEN)[self.alignment.current]
         is_seen = self._both & (self._other_layout | is_number)

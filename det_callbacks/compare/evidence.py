@@ -47,7 +47,7 @@ class Window:
     """The evidence of one run after the last step that certainly matches."""
 
     rows: tuple[Row, ...]
-    settings: Mapping[str, str]  # of the loaders: "num_workers of train_dataloader" -> "2"
+    settings: Mapping[str, str]  # settings of the loaders: "num_workers of train_dataloader" -> "2"
     hooks: Mapping[str, str]  # "before on_train_batch_end" -> the callbacks called before ours
     constants: frozenset[str] = frozenset()  # initial tensors that hold a single value
     options: Mapping[str, tuple[int, str]] = field(default_factory=dict)  # "lr of group 0" -> since which step, JSON
@@ -78,12 +78,12 @@ class GeneratorChange:
 
     name: str
     equal_at: tuple[int, str] | None = None  # None if it was never equal in this fit
-    differs_at: tuple[int, str]  # of an idle generator the first place at all
-    has_other_start: bool = False  # in a different state, from which neither run drew until ``differs_at``
+    differs_at: tuple[int, str]  # for an idle generator, the first place in the fit
+    has_other_start: bool = False  # whether it started in a different state, unused in both runs until ``differs_at``
     points: tuple[str, ...] = ()  # in between, of either run, from ``equal_at`` on
     only_reference: tuple[str, ...] = ()  # points there that only the reference has
     only_current: tuple[str, ...] = ()
-    seeds: tuple[int, int] | None = None  # of both runs, or None if one is unknown
+    seeds: tuple[int, int] | None = None  # the seeds in both runs, or None if either is unknown
 
     @property
     def is_reseeded(self) -> bool:
@@ -103,7 +103,7 @@ class BatchChange:
     is_whole: bool = False  # that batch holds all of them
     was_searched: bool = False
     first_index: tuple[str, int, str, str] | None = None  # loader, position in the batch, both indices
-    settings: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # of the loaders, that differ
+    settings: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # settings of the loaders that differ
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,10 +123,10 @@ class Evidence:
     generators: tuple[GeneratorChange, ...] = ()
     idle: tuple[GeneratorChange, ...] = ()  # of generators from which nothing drew
     batch: BatchChange = BatchChange()
-    hooks: Mapping[str, str] = field(default_factory=dict)  # of the current run, see ``Window``
+    hooks: Mapping[str, str] = field(default_factory=dict)  # hooks of the current run, see ``Window``
     constants: frozenset[str] = frozenset()  # initial tensors that are constant in both runs
     options: tuple[OptionChange, ...] = ()
-    scripted: tuple[str, ...] = ()  # of the current run
+    scripted: tuple[str, ...] = ()  # TorchScript modules of the current run
     moments: tuple[tuple[int, str], ...] = ()  # (step, point) of the current run, from the step before on
     unread: str = ""  # why it could not be read
 

@@ -15,10 +15,10 @@ from det_callbacks.runs.program import Program, is_further
 from det_callbacks.verdict import EnvironmentDifference
 
 LENGTHS = frozenset({"trainer.min_epochs", "trainer.max_epochs", "trainer.min_steps", "trainer.max_steps"})
-"""Choices of the number of steps, which change nothing in common steps."""
+"""Settings of the number of steps, which change nothing in common steps."""
 
 DTYPES = ("trainer.precision", "torch.default_dtype")
-"""Choices of the dtype that weights and batches have before anything is computed."""
+"""Settings of the dtype that weights and batches have before anything is computed."""
 
 COLLECTIVES = ("c10d.", "_c10d_functional")
 
@@ -34,7 +34,7 @@ DataChange = Literal[
 """How a batch differs."""
 
 _DRAWING = (LOADER, DRAWING)
-"""What starts when the data draws."""
+"""Points after which the sampler and the loader draw."""
 _WITHIN_STEP = (AFTER_FORWARD, AFTER_BACKWARD, BATCH_END)
 _OF_MODEL = ("hparams.", CONFIGURATION)
 _STARTS_BACKWARD = "aten.ones_like.default"
@@ -47,10 +47,10 @@ class Facts:
 
     difference: StepDifference
     choices: Sequence[EnvironmentDifference]  # that differ and can change bits of a step
-    is_first_seen: bool  # it is the first recorded step of its fit
-    is_after_unrecorded: bool  # what it read may have changed in the step before it, and it is not resumed
+    is_first_seen: bool  # whether the step is the first recorded one of its fit
+    is_after_unrecorded: bool  # whether the previous step was not recorded, and the step is not the first of a resume
     is_resumed: bool  # one of the runs had just been resumed from a checkpoint
-    unrestored: Sequence[str]  # restored state that differs from the end of the reference's step before
+    unrestored: Sequence[str]  # restored state that differs from the state that the reference's previous step left
     evidence: Evidence
     shows_rank: bool  # several processes ran
 
@@ -116,7 +116,7 @@ class Facts:
 
     @property
     def further(self) -> list[str]:
-        """Names of differing state beside model and optimizers."""
+        """Names of differing state that belongs to neither model nor optimizers."""
         names = (finding.divergence.name or "" for finding in self.sources)
         return list(dict.fromkeys(filter(is_further, names)))
 
@@ -187,7 +187,7 @@ class Facts:
         return any(one.name in names and one.equal_at == start for one in self.evidence.generators)
 
     def is_before_step(self, change: GeneratorChange) -> bool:
-        """Return whether a generator differed before the step's batch was drawn."""
+        """Return whether a generator differed before the step's batch was loaded."""
         step, point = change.differs_at
         return step < self.difference.step or point not in _WITHIN_STEP
 
@@ -220,7 +220,7 @@ class Facts:
 
     @property
     def dtype_choice(self) -> EnvironmentDifference | None:
-        """The choice that gave the first difference a different dtype."""
+        """The setting that gave the first difference a different dtype."""
         ours, theirs = self.first.layouts or (None, None)
         if self.first.start != "outside" or ours is None or theirs is None or ours.shape != theirs.shape:
             return None
@@ -231,7 +231,7 @@ class Facts:
     def model_choice(self) -> EnvironmentDifference | None:
         """The hyperparameter or configuration key that made the first difference a different call.
 
-        A key with the values of another choice, such as a learning rate, explains no call of the model.
+        A key with the values of another setting, such as a learning rate, explains no call of the model.
         """
         found = self.leading.divergence
         if found.phase not in ("forward", "backward") or not (self._is_other_call or self.draws_in_step):
@@ -256,7 +256,7 @@ class Facts:
 
     @property
     def explaining_choice(self) -> EnvironmentDifference | None:
-        """The choice that explains the first difference."""
+        """The setting that explains the first difference."""
         explaining = filter(self._is_explained_by, self.choices)
         return next(explaining, None) or self.model_choice
 
@@ -286,12 +286,12 @@ class Facts:
 
 
 def choices_of_steps(environment: Sequence[EnvironmentDifference]) -> list[EnvironmentDifference]:
-    """Return the differing choices that can change the bits of a step."""
+    """Return the differing settings that can change the bits of a step."""
     return [one for one in environment if one.changes_bits and not one.is_machine and one.name not in LENGTHS]
 
 
 def earlier_choice(choices: Sequence[EnvironmentDifference]) -> EnvironmentDifference | None:
-    """Return a choice that changed the weights in earlier steps."""
+    """Return a setting that changed the weights in earlier steps."""
     return next((one for one in choices if one.name.startswith(("optimizer", "trainer.", "settings."))), None)
 
 

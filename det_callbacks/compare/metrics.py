@@ -12,7 +12,7 @@ GENERATOR, LENGTH, FIRST_BATCH, OTHER_HOOKS = "generator ", "samples of ", "firs
 
 _CAUSES: tuple[tuple[str, Cause], ...] = ((LENGTH, "data_content"), (GENERATOR, "rng"), (FIRST_BATCH, "data_content"))
 _CHOICES: Mapping[str, Sequence[str]] = {
-    # where a metric is read -> choices of how often and of which data it is computed
+    # where a metric is read -> settings that determine how often and from which data it is computed
     "validation": (
         "trainer.limit_val_batches",
         "trainer.val_check_interval",
@@ -73,7 +73,7 @@ class MetricDifference:
 
     @property
     def explaining_choice(self) -> EnvironmentDifference | None:
-        """The choice that explains it, unless different data do."""
+        """The setting that explains it, unless different data do."""
         names = () if self.known_reason[0] == "data_content" else _CHOICES.get(self.readings[1].where, ())
         return next((one for one in self.choices if one.name in names), None)
 
@@ -106,7 +106,7 @@ class MetricDifference:
 class MetricComparison:
     """Compares readings with those of the same ``Reading.key`` in the reference, as they come.
 
-    With ``is_common``, a reading that only one run has is no difference.
+    With ``is_common``, a reading that only one run has is not a difference.
     """
 
     def __init__(self, *, is_common: bool) -> None:

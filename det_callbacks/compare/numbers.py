@@ -112,7 +112,7 @@ def to_keep(verdict: Verdict) -> tuple[Divergence, str] | None:
     if first is None or first.kind != "content" or first.shape is None:
         return None
     is_known = first.numbers is not None and not first.numbers.problem
-    # results of collectives come after their call; ends of a compiled region are no outputs
+    # results of collectives come after their call; ends of a compiled region are not outputs
     if is_known or not first.op or first.op.startswith((*COLLECTIVES, REGION)):
         return None
     return first, OpPattern.exactly(first.phase, first.module, first.op)

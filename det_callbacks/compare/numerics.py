@@ -1,6 +1,6 @@
 """Distinguishes rounding from a real change, by the differences of tensors that both runs kept.
 
-The comparison relates an op's error to the errors of its inputs. Where an op carries on rounding, it multiplies the
+The comparison relates an op's error to the errors of its inputs. If an op carries on rounding, it multiplies the
 error by a small factor; a real change adds an error that the inputs do not explain. A site that was not kept, or has no
 partner, takes the error of its inputs.
 """
@@ -59,7 +59,7 @@ class Rounding:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             if content["schema"] != _SCHEMA:
-                raise ValueError(f"its schema is {content['schema']!r}, and {_SCHEMA} is read here")
+                raise ValueError(f"its schema is {content['schema']!r}, but this version reads {_SCHEMA}")
             bounds = {_key(*site[:8]): inf if site[8] is None else float(site[8]) for site in content["sites"]}
             if any(bound != bound for bound in bounds.values()):
                 raise ValueError("a bound is NaN")
@@ -69,7 +69,7 @@ class Rounding:
                 f"det-callbacks check --numerics --to {folder} -- python train.py"
             ) from error
         except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-            raise damaged(path, f"it is no measured tolerance ({error!r})") from error
+            raise damaged(path, f"it is not a measured tolerance ({error!r})") from error
         return cls(path=path, bounds=bounds)
 
     def bound(self, site: Divergence, dtype: str) -> float | None:
@@ -237,7 +237,7 @@ class _Carried:
                     own = epsilon("" if entry is None else entry.dtype)
                     through = tuple(dict.fromkeys((*read.through, site.op)))
                     error = _Error(max(read.relative, own), read.absolute, through)
-            elif error is None:  # it comes from outside the trace, and differs
+            elif error is None:  # the tensor comes from outside the trace, and differs
                 error = _Error(inf, inf, through=(site.name or "a tensor made outside the trace",))
             self._carried.append(error)
 

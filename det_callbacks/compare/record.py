@@ -140,7 +140,7 @@ def read_record(current: Run, rank: int) -> RankRecord:
     except READ_ERRORS as error:
         raise damaged(path, f"it is not a record of this verification ({error})") from error
     if record.rank != rank:
-        raise damaged(path, f"it is of rank {record.rank}")
+        raise damaged(path, f"it is from rank {record.rank}")
     return record
 
 

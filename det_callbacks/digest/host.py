@@ -26,7 +26,7 @@ DIGEST_VERSION = 1
 BLOCK_BYTES = 1024
 LEAF_BYTES = 256 * 1024
 THREADED_BYTES = 16 * 1024 * 1024  # below, a second thread costs more than it saves
-_PIECE_BYTES = 8 * LEAF_BYTES  # for a thread at a time: under 1 ms
+_PIECE_BYTES = 8 * LEAF_BYTES  # bytes that a thread takes at a time: under 1 ms
 _PADDING = bytes(BLOCK_BYTES)
 _COPIED_BYTES = 8 * BLOCK_BYTES  # copying a smaller buffer is faster than finding its address
 
@@ -103,7 +103,7 @@ def digest_spans(spans: Sequence[tuple[int, int]]) -> list[int]:
         for address, nbytes in spans
         for first in range(0, max(nbytes, 1), _PIECE_BYTES)
     ]
-    todo = enumerate(pieces)  # its next() is atomic
+    todo = enumerate(pieces)  # next() of an enumerate is atomic
 
     def hash_some() -> list[tuple[int, list[int]]]:
         return [(index, _leaf_hashes(piece)) for index, piece in todo]

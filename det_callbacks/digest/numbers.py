@@ -140,7 +140,7 @@ def measure(
         (places,) = np.nonzero(differs & has_number)
         apart, sizes = apart[places], np.abs(ours[places])
         scale = np.maximum(sizes, size)
-        scale = np.where(scale > 0, scale, np.abs(theirs[places]))  # for a reference of zeros
+        scale = np.where(scale > 0, scale, np.abs(theirs[places]))  # if the reference is zero
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             relative = max(relative, float(np.max(apart / scale, initial=0)))
             excess = max(excess, float(np.max(apart / (atol + rtol * sizes), initial=0)))

@@ -1,4 +1,4 @@
-"""Captures everything that can change the bits of a run: machine, choices, code and command.
+"""Captures everything that can change the bits of a run: machine, settings, code and command.
 
 An entry is a *choice* or a *machine* fact. It changes bits only if it acts by itself: a configuration
 value acts through the option that it sets.
@@ -239,7 +239,7 @@ def _ask_git(folder: Path, *arguments: str) -> str | None:
 
 # our overrides, except settings, which are part of the training
 _OURS = re.compile(r"[+~]*(callbacks[./])?determinism(?!\.settings\.)([.=]|$)")
-# names of values, also in {nested: {mappings: 1}}
+# names of values, even in {nested: {mappings: 1}}
 _NAME = re.compile(r"([\w.\-/@]+)[\"']?\s*[=:]")
 
 

@@ -82,7 +82,7 @@ def diagnose(installation: Installation, *, against: Run | None = None) -> Diagn
     if accelerator is not None:
         device = torch.device(accelerator.type, torch.accelerator.current_device_index())
         facts["digest"] = f"{device}: {device_choice(device)}"
-    # the choices of a Trainer or configuration are unknown here
+    # the settings of a Trainer or configuration are unknown here
     found = () if against is None else compare_environments(against.manifest.environment, here)
     kept = [one for one in found if one.name in here and not one.name.startswith(("settings.", "code."))]
     kept.sort(key=lambda one: (not one.changes_bits, one.name))
@@ -124,7 +124,7 @@ def _settings_of(run: Run) -> DeterminismSettings:
     if values["float32_matmul_precision"] == "mixed":
         values["float32_matmul_precision"] = None
     if values["inductor_deterministic"] == (values["deterministic_algorithms"] in ("error", "warn")):
-        values["inductor_deterministic"] = None  # follows from deterministic_algorithms
+        values["inductor_deterministic"] = None  # implied by deterministic_algorithms
     return DeterminismSettings.from_mapping(values)
 
 

@@ -22,7 +22,7 @@ _CONVOLUTION = ("convolution", "convolution_backward")
 ALIASES: Mapping[str, tuple[str, ...]] = {
     # one aten op for all
     **{f"torch.nn.Conv{kind}{dims}d": _CONVOLUTION for kind in ("", "Transpose") for dims in (1, 2, 3)},
-    # their derivatives call these ops
+    # the derivatives of those ops call these
     "torch.Tensor.__getitem__": ("index_put", "index_put_", "_index_put_impl_"),
     "torch.gather": ("scatter_add", "scatter_add_"),
     "torch.index_select": _INDEX_ADD,

@@ -63,7 +63,7 @@ def is_capturing() -> bool:
     """Return whether a graph captures the current stream, which blocks access to the states of generators."""
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return True
-    # as for CUDA, but only torch.xpu.graphs has the function (torch 2.13)
+    # same as for CUDA, but only torch.xpu.graphs has the function (torch 2.13)
     return torch.xpu.is_initialized() and torch.xpu.graphs.is_current_stream_capturing()
 
 

@@ -1,4 +1,4 @@
-"""Environment variables that pass the command line's requests to the trainings it starts, and to their ranks."""
+"""Environment variables that pass the command line's requests to the scripts it starts, and to their ranks."""
 
 LAUNCH = "DET_CALLBACKS_LAUNCH"
 """The request of ``det-callbacks record``, ``verify`` or ``check``, as JSON: see ``integrations/launch.py``."""

@@ -26,10 +26,10 @@ from det_callbacks.runs.store import Run
 
 # Limits of a whole run, which its fits share.
 MAX_RANKS, MAX_FITS = 8, 4  # processes, and fits of each: the first ones
-MAX_STEPS = 4_000  # whose digests are read: the first and the last half of these
+MAX_STEPS = 4_000  # steps whose digests are read: the first and the last half of these
 MAX_BYTES = 256 * 2**20  # of these digests
 MAX_NOTED = 20_000  # steps whose evidence is read: the first of each fit
-MAX_PROGRAMS = 16  # of a fit; steps of other programs are left out
+MAX_PROGRAMS = 16  # programs of a fit; steps of other programs are left out
 
 MIN_STEPS = 5  # that must show a finding
 MIN_BATCHES = 3  # different ones among them

@@ -13,8 +13,8 @@ class OptimizedParameters:
     """Names of parameters that were always trainable; none if the recording has no such evidence."""
 
     by_optimizer: Mapping[str, list[str]]  # "optimizer 0" -> its parameters
-    without_optimizer: list[str]  # with a gradient, and never in an optimizer
-    with_large_gradient: list[str]  # in one of the first updates: more than rounding
+    without_optimizer: list[str]  # parameters with a gradient that are never in an optimizer
+    with_large_gradient: list[str]  # parameters whose gradient exceeded rounding in one of the first updates
 
 
 def parameters_of(fit: FitFacts) -> OptimizedParameters:

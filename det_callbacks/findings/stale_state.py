@@ -26,7 +26,7 @@ def find(fit: FitFacts) -> Found | None:
 
 
 def _statistics(fit: FitFacts) -> Found | None:
-    weights: dict[str, str] = {}  # by the statistics that never change while they do
+    weights: dict[str, str] = {}  # statistics that never change -> a weight that does
     for name, series in fit.states.items():
         match = _STATISTICS.match(name)
         if match is None or not _stays(series, MIN_STEPS):

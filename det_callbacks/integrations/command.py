@@ -39,7 +39,7 @@ def claim_run() -> None:
         try:
             claim.touch(exist_ok=False)
         except FileExistsError as error:
-            text = "The command trains in several processes that are not ranks of one training"
+            text = "The command trains in several processes that are not ranks of one run"
             claim.write_text(text, encoding="utf-8")
             raise SelectionError(f"{text}. Start det-callbacks for each of them.") from error
 

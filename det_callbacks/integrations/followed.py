@@ -28,7 +28,7 @@ from det_callbacks.training.fits import take_unfinished
 class FollowedLoop(TrainingRun):
     """A TrainingRun driven by ``TorchSteps``.
 
-    The batch of a step is the one drawn from a ``DataLoader`` if the model gets one of its tensors,
+    The batch of a step is the one that a ``DataLoader`` returned if the model gets one of its tensors,
     else the model's arguments.
     """
 
@@ -79,7 +79,7 @@ class FollowedLoop(TrainingRun):
         self.__enter__()
         if not self._training.rank:
             self._training.print_line(
-                f"det_callbacks: follows torch's optimizers: each step of {self._by} ends one of {self._trained}"
+                f"det_callbacks: follows torch's optimizers: each step of {self._by} ends a step of {self._trained}"
             )
 
     def begin_step(self, args: Sequence[Any], keywords: Mapping[str, Any], drawn: DrawnLoader | None) -> None:
@@ -87,7 +87,7 @@ class FollowedLoop(TrainingRun):
         self._enter_step(given if drawn is None else self._drawn_for(given, drawn))
 
     def _drawn_for(self, given: Any, drawn: DrawnLoader) -> Any:
-        """Return the batch drawn for a step, else the arguments; a loader may have drawn batches ahead."""
+        """Return the batch loaded for a step, else the arguments; a loader may have loaded batches ahead."""
         training, waiting = self._training, drawn.draws.waiting
         batch, num_ahead = given, training.num_drawn_ahead
         place = _place_of(given, [loaded for loaded, _ in waiting])
@@ -150,7 +150,7 @@ class FollowedLoop(TrainingRun):
         if unfollowed and not self._training.rank:
             steps = listed([f"{count(number, 'step')} of {name}" for name, number in unfollowed.items()])
             print_closing_line(
-                f"det_callbacks: not followed: {steps}, since no module with their parameters was called"
+                f"det_callbacks: not recorded: {steps}, because no module with their parameters was called"
             )
         error = self._ended_by
         unfinished = take_unfinished()

@@ -38,7 +38,7 @@ _OF_A_CLOCK = ("epoch", "*_runtime", "*_per_second", "*_preparation_time", "*_me
 
 
 _PLACES = {
-    "train": "of the Trainer: no callback runs when a training resumes, or ends with an exception",
+    "train": "of the Trainer: no callback runs when training resumes, or ends with an exception",
     "training_step": "of the Trainer: no callback runs at the end of forward and backward",
     "get_batch_samples": "of the Trainer: callbacks get no batch, and a different loader after a resume",
     "clip_grad_norm_": "of the Trainer's accelerator: no callback runs before clipping",
@@ -112,7 +112,7 @@ class _TrainerRun(TrainingRun):
             training.begin_loader(loader)
 
     def end_epoch(self) -> None:
-        """Mark the end of an epoch, which a callback may have ended within a step."""
+        """Mark the end of an epoch, which a callback may have ended inside a step."""
         if self._is_in_step:
             self._is_in_step = False
             self._hooks.drop_step()
@@ -176,7 +176,7 @@ class _TrainerRun(TrainingRun):
 
 
 class DeterminismCallback(TrainerCallback):
-    """Record a training with Hugging Face's Trainer, or verify it bit for bit against a recorded one.
+    """Record a run of Hugging Face's Trainer, or verify it bit for bit against a recorded one.
 
     A step is an optimizer step with all batches that it accumulates; its number is the
     ``state.global_step`` before it. Metrics of evaluations are compared by name. The callback changes
@@ -257,7 +257,7 @@ class DeterminismCallback(TrainerCallback):
             return
         if self._trainer is None or self._trainer.args is not args:
             raise SelectionError(
-                "The DeterminismCallback was added after the Trainer was made, so it cannot see a training that fails. "
+                "The DeterminismCallback was added after the Trainer was made, so it cannot see a run that fails. "
                 "Pass it to the constructor: Trainer(..., callbacks=[callback])."
             )
         _require_supported(self._trainer)

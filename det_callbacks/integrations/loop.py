@@ -156,7 +156,7 @@ class TrainingRun(FollowedRun):
         audit_report: the AuditReport of an audit, or None before the end of the block.
 
     Raises:
-        SelectionError: an argument is not allowed, a step begins within a step, or an optimizer steps
+        SelectionError: an argument is not allowed, a step begins inside a step, or an optimizer steps
             that was not passed.
         NothingComparedError: the block had no step, or the program caught the error of a failed step.
         Exception: at the end of a step or of the block, any error of ``DeterminismCallback``, such as
@@ -324,7 +324,7 @@ class TrainingRun(FollowedRun):
         """Record or compare a metric of the last step, such as a validation loss.
 
         Args:
-            name: unique within a step.
+            name: unique in a step.
             value: a number or a tensor, which is read now (on a GPU the host waits for it). Only the
                 value of rank 0 is compared.
         """
@@ -336,7 +336,7 @@ class TrainingRun(FollowedRun):
         if name in self._logged:
             raise SelectionError(f"{name!r} was logged twice after step {self._step}: use a different name.")
         if not self._training.rank and self.selection.selects_metric(name):
-            with unobserved():  # log may be called within a step
+            with unobserved():  # log may be called inside a step
                 self._logged[name] = metric_of(value)
 
     @override
@@ -366,8 +366,8 @@ class TrainingRun(FollowedRun):
         self._require_open("step")
         if self._is_in_step:
             raise SelectionError(
-                "A step began within a step. A step is one batch, from its forward pass to the optimizer's step: leave "
-                "the previous step first, or accumulate several batches within one step."
+                "A step began inside a step. A step is one batch, from its forward pass to the optimizer's step: leave "
+                "the previous step first, or accumulate several batches in one step."
             )
         if self._failed is not None:
             raise self._went_on(self._failed)
@@ -397,7 +397,7 @@ class TrainingRun(FollowedRun):
         @wraps(backward)
         @runs_uncompiled
         def followed(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            # activation checkpointing calls it within a backward pass
+            # activation checkpointing calls it inside a backward pass
             is_followed = self._is_in_step and graph_task_id() == -1
             if is_followed:
                 self._hooks.note_loss(tensors)
@@ -417,7 +417,7 @@ class TrainingRun(FollowedRun):
             own = {id(parameter) for one in self._optimizers for parameter in parameters_of(one)}
             if not all(id(parameter) in own for parameter in parameters_of(optimizer)):
                 if not self._is_in_step:
-                    return  # of another training
+                    return  # the optimizer belongs to a different run
                 raise SelectionError(
                     f"{kind} stepped, but was not passed to TrainingRun. Pass all optimizers at the start "
                     "(optimizers=[...]), or begin a new with block with a new TrainingRun when you add one."

@@ -1,6 +1,6 @@
 """pytest plugin: the fixture ``training_snapshot``. Heavy imports wait until a test asks for it.
 
-Tests report through their properties, so that the summary is the same with pytest-xdist.
+Tests report through their properties, so the summary is the same with pytest-xdist.
 """
 
 import hashlib
@@ -28,17 +28,17 @@ _OUTCOMES = ("fail", "skip", "xfail")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("determinism", "trainings that are compared bit for bit (det_callbacks)")
+    group = parser.getgroup("determinism", "runs that are compared bit for bit (det_callbacks)")
     # an option with an optional value would treat a path after it as the value
     for name, value, text in (
-        (_RECORD, "all", "record trainings without a reference, and record trainings that differ again"),
-        (f"{_RECORD}=missing", "missing", "record trainings without a reference, and verify the others"),
-        (f"{_RECORD}=force", "force", "as without a value, but also under CI=true"),
+        (_RECORD, "all", "record runs without a reference, and record again runs that differ"),
+        (f"{_RECORD}=missing", "missing", "record runs without a reference, and verify the others"),
+        (f"{_RECORD}=force", "force", "as without a value, but even under CI=true"),
     ):
         group.addoption(name, dest="determinism_record", action="store_const", const=value, help=text)
     unused = "what to do with references that no collected test used: list them, or fail"
     group.addoption("--determinism-unused", choices=("list", "fail"), default="list", help=unused)
-    text = "outcome of a training that differs on a different machine or with different versions: fail, skip or xfail"
+    text = "outcome of a run that differs on a different machine or with different versions: fail, skip or xfail"
     parser.addini("determinism_not_comparable", text, default="fail")
 
 
@@ -98,7 +98,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     if failure is not None:
         # outside the handler: pytest would show both texts
         _end(failure, item.config, command=runs.command)
-    others = [it for it in item.user_properties if it[0] != _PROPERTY]  # of a test that runs again
+    others = [it for it in item.user_properties if it[0] != _PROPERTY]  # left by a test that runs again
     item.user_properties[:] = [*others, (_PROPERTY, json.dumps(done))]
     return result
 
@@ -114,7 +114,7 @@ def _end(error: "DetCallbacksError", config: pytest.Config, *, command: str) -> 
     outcome = "fail" if verdict.numerics is not None else config.getini("determinism_not_comparable")
     if verdict.verdict == "not_comparable" and outcome != "fail" and not is_certain_change(verdict):
         differing = [f"{it.name}: {it.reference} -> {it.current}" for it in verdict.environment if it.is_machine]
-        reason = f"the training is not comparable: {verdict.explanation} ({'; '.join(differing)})"
+        reason = f"the run is not comparable: {verdict.explanation} ({'; '.join(differing)})"
         (pytest.skip if outcome == "skip" else pytest.xfail)(reason)
     first = headline(verdict) if verdict.numerics is None else numerics_sentence(verdict.numerics)
     lines = [first, "", verdict_lines(verdict), ""]
@@ -194,7 +194,7 @@ class _Summary:
         words = list(self._done.values())
         counts = [f"{words.count(word)} {word}" for word in ("matched", "recorded", "re-recorded", "unchanged")]
         line = ", ".join(text for text in counts if not text.startswith("0 ")) or "none compared"
-        terminalreporter.write_line(f"references of trainings: {line}")
+        terminalreporter.write_line(f"references of runs: {line}")
         for path in sorted(self._done):
             size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
             if size > LARGE_BYTES:

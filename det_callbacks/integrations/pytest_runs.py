@@ -1,4 +1,4 @@
-"""Records the trainings of a test into its folder, or verifies them against it."""
+"""Records the runs of a test into its folder, or verifies them against it."""
 
 import json
 import shutil
@@ -43,7 +43,7 @@ class _Training:
 
 
 class TrainingRuns:
-    """The value of the fixture ``training_snapshot``; a test calls it for each training.
+    """The value of the fixture ``training_snapshot``; a test calls it for each run.
 
     The constructor seeds all generators with 0; ``close`` restores everything. ``record`` is None to
     verify, "missing" to record missing references, or "all" to also replace references that differ.
@@ -75,7 +75,7 @@ class TrainingRuns:
 
         If given a function, it calls the function with ``follow`` and returns its result; the loop
         gets its ``TrainingRun`` from ``follow(model=..., optimizers=...)``. ``name`` distinguishes
-        several trainings of a test.
+        several runs of a test.
         """
         if train is not None and not callable(train):
             raise SelectionError(
@@ -87,7 +87,7 @@ class TrainingRuns:
         if name is not None and (not name or Path(name).name != name or name.startswith(".")):
             raise SelectionError(f"name={name!r} is not a valid folder name: use a word.")
         if name in self._trainings or (self._trainings and None in (name, *self._trainings)):
-            raise SelectionError("This test has several trainings: give each a different name, name=...")
+            raise SelectionError("This test has several runs: give each a different name, name=...")
         reference = self._folder if name is None else self._folder / name
         if name is None and any(self._folder.glob("*/run.json")):
             raise SelectionError(f"{self._folder} holds references with names: pass name=..., or remove them.")
@@ -114,7 +114,7 @@ class TrainingRuns:
         return train(partial(TrainingRun, place, **arguments))
 
     def finish(self) -> dict[str, str]:
-        """Compare or keep the trainings of a test that passed; raise if one differs or did not end.
+        """Compare or keep the runs of a test that passed; raise if one differs or did not end.
 
         Returns "matched", "recorded", "re-recorded" or "unchanged" for each reference.
         """
@@ -133,12 +133,12 @@ class TrainingRuns:
 
 
 def _check(training: _Training) -> None:
-    """Raise if a training did not end, or differs by its verdict file: ``ddp_spawn`` returns no attributes."""
+    """Raise if a run did not end, or differs by its verdict file: ``ddp_spawn`` returns no attributes."""
     is_recorded = training.is_recording or training.tolerance is not None
     done, file = ("recorded for", MANIFEST) if is_recorded else ("compared with", VERDICT_FILE)
     if not (training.folder / file).exists():
         raise NothingComparedError(
-            f"No training completed, so nothing was {done} {training.reference}. Pass the callback to a "
+            f"No run completed, so nothing was {done} {training.reference}. Pass the callback to a "
             "Trainer (callbacks=[callback]) and call trainer.fit, or train in "
             "`with follow(model=..., optimizers=...) as run:`."
         )
@@ -165,7 +165,7 @@ def _compared(training: _Training) -> Verdict:
     ]
     if steps[0] != steps[1]:
         raise NothingComparedError(
-            f"The training has different steps from its reference {training.reference}, so some of their numbers "
+            f"The run has different steps from its reference {training.reference}, so some of their numbers "
             "cannot be compared. Train as many steps, or record the reference again."
         )
     tolerance = None if training.tolerance == "torch.testing" else training.tolerance
@@ -173,7 +173,7 @@ def _compared(training: _Training) -> Verdict:
 
 
 def _agrees(verdict: Verdict) -> bool:
-    """Return whether a training matches its reference, in bits, or in numbers if those were compared."""
+    """Return whether a run matches its reference, in bits, or in numbers if those were compared."""
     return verdict.verdict == "match" if verdict.numerics is None else not verdict.numerics.num_beyond
 
 
@@ -191,7 +191,7 @@ def _keep(training: _Training) -> str:
     lock.acquire(instead="run one session at a time")
     try:
         with writing(target, instead="run the tests where the folder of the test file is writable"):
-            shutil.rmtree(target / REPLACEMENT, ignore_errors=True)  # of a killed session
+            shutil.rmtree(target / REPLACEMENT, ignore_errors=True)  # left by a killed session
             shutil.copytree(training.folder, target / REPLACEMENT)
         put_in_place(target)
     finally:

@@ -5,7 +5,7 @@ Once an optimizer has stepped, the step ends before a ``DataLoader`` draws the n
 module is called in evaluation mode without gradients, or, if every optimizer has stepped, before the
 next call of a module.
 
-Before a training begins, this costs 0.1 s once, and 0.1 microseconds for each call of a module.
+Before training begins, this costs 0.1 s once, and 0.1 microseconds for each call of a module.
 """
 
 import os
@@ -166,7 +166,7 @@ class TorchSteps:
             self._unfollowed[type(optimizer).__name__] += 1
             return
         if id(optimizer) in self._stepped and not self._has_drawn:
-            # the others belong to another training, or are idle
+            # the others belong to a different run, or are idle
             self._idle.update(id(one) for one in self._run.optimizers if id(one) not in self._stepped)
         self._stepped.add(id(optimizer))
         self._idle.discard(id(optimizer))
@@ -217,7 +217,7 @@ class TorchSteps:
             self._run.begin_step(args, keywords_of_call(), self._drawn)
 
     def _optimizers_with(self, module: nn.Module) -> list[Optimizer]:
-        import gc  # noqa: PLC0415  # only where a training begins
+        import gc  # noqa: PLC0415  # only where training begins
 
         gc.collect()  # schedulers keep unused optimizers in reference cycles
         own = {id(parameter) for parameter in module.parameters()}

@@ -38,7 +38,7 @@ OBSERVE_IN_ORDER = TORCH.optional(
     lost="observations in compiled functions are not recorded",
 )
 
-# Replaced while a run is followed.
+# Replaced while a run is recorded.
 
 COMPILES_GRAPH = "call_user_compiler"
 _output_graph = TORCH.later("torch._dynamo.output_graph.OutputGraph", "the class that builds Dynamo's graphs")
@@ -74,7 +74,7 @@ forget_code = TORCH.later(
     "torch._dynamo.reset_code_caches",
     "drops compiled code; torch.compiler.reset also turns off compiled autograd and drops CUDA graphs",
 )
-varying_sizes = TORCH.later("torch._dynamo.pgo.get_code_state", "the sizes that Dynamo saw vary")
+varying_sizes = TORCH.later("torch._dynamo.pgo.get_code_state", "the sizes that Dynamo knows to vary")
 
 # For compare_compiled.
 
@@ -95,8 +95,8 @@ optimized_module = TORCH.later(
 
 # Attributes.
 
-ORIGINAL = "_orig_mod"  # of a compiled module: the original module
-GRAPH_SOURCE = "_dynamo_source"  # of a graph's input: where Dynamo found it
+ORIGINAL = "_orig_mod"  # attribute of a compiled module: the original module
+GRAPH_SOURCE = "_dynamo_source"  # attribute of a graph's input: where Dynamo found it
 GRAPH_MEMBER = re.compile(r"[LG]\['\w+'\](?:\.__self__)?(?:\._(?:modules|parameters|buffers)\['[^']+'\])+")
 """Dynamo's text for a parameter or buffer: "L['self']._modules['net']._parameters['weight']"."""
 INDUCTOR_CONFIG = "torch._inductor.config"

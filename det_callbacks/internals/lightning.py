@@ -23,7 +23,7 @@ else:
     )
 DataLoaderIterFetcher = LIGHTNING.needed_class(
     "lightning.pytorch.loops.fetchers._DataLoaderIterDataFetcher",
-    "the fetcher for training steps that draw batches themselves",
+    "the fetcher for training steps that load batches themselves",
 )
 PrefetchFetcher = LIGHTNING.needed_class(
     "lightning.pytorch.loops.fetchers._PrefetchDataFetcher", "the fetcher that prefetches batches"
@@ -73,16 +73,16 @@ LOAD_LOADER_STATES = LIGHTNING.name_of(
 )
 loader_mode = LIGHTNING.of_instance(
     "lightning.pytorch.utilities.CombinedLoader._mode",
-    "the order in which several loaders are drawn from",
+    "the order in which several loaders are iterated",
     for_="a fit with several training loaders",
 )
 is_restarting = LIGHTNING.of_instance(
     "_FitLoop._restarting",
     "whether a loop continues from a checkpoint; its public setter also sets it on inner loops",
 )
-data_fetcher = LIGHTNING.of_instance("_FitLoop._data_fetcher", "draws batches from the loaders")
+data_fetcher = LIGHTNING.of_instance("_FitLoop._data_fetcher", "loads batches from the loaders")
 should_accumulate = LIGHTNING.of_instance(
-    "_FitLoop._should_accumulate", "whether a batch ends without an optimizer step, so that its metrics are not logged"
+    "_FitLoop._should_accumulate", "whether a batch ends without an optimizer step, so its metrics are not logged"
 )
 num_optimizer_steps = LIGHTNING.of_instance(
     "_TrainingEpochLoop._batches_that_stepped", "the step under which metrics are logged"

@@ -1,4 +1,4 @@
-"""Methods that are replaced while a training is followed: the list is docs/explanation/replaced.md."""
+"""Methods that are replaced while a run is recorded: the list is docs/explanation/replaced.md."""
 
 from collections.abc import Callable, Mapping
 from functools import wraps

@@ -15,7 +15,7 @@ from det_callbacks.internals.names import MISSING, PrivateNames
 
 TORCH = PrivateNames("torch")
 
-# Purposes of names, beside recording.
+# Purposes of names, in addition to recording.
 EQUIVALENCE = "BitwiseEquivalenceMode"
 OPS = "det-callbacks ops"
 COMPARING = "compare_modules"
@@ -90,7 +90,7 @@ TORCH.optional(
 CHECKPOINT_FILE = CheckpointFunction.forward.__code__.co_filename
 CHECKPOINT_REGIONS = {"unpack_hook": "frame", "backward": "ctx"}
 """Function in that file that recomputes a checkpointed region -> its variable that identifies the region."""
-CHECKPOINT_PACK_HOOK = "_checkpoint_hook.__init__.<locals>.pack_hook"  # its closure holds the region's frame
+CHECKPOINT_PACK_HOOK = "_checkpoint_hook.__init__.<locals>.pack_hook"  # the hook's closure holds the region's frame
 
 
 TORCH.optional(
@@ -205,7 +205,9 @@ COO_PARTS = (
 num_writes: Callable[[Tensor], int] = TORCH.attribute(
     "torch.Tensor._version", "the number of writes to a tensor that autograd knows"
 )
-JAGGED_CACHES = frozenset({"_min_seqlen_tensor", "_max_seqlen_tensor"})  # of a jagged tensor, set on first use
+JAGGED_CACHES = frozenset(
+    {"_min_seqlen_tensor", "_max_seqlen_tensor"}
+)  # attributes of a jagged tensor, set on first use
 
 # Dispatch.
 
@@ -313,7 +315,7 @@ PARAMETERS = TORCH.name_of(
 )
 BUFFERS = TORCH.name_of("torch.nn.Module._buffers", "the dictionary of its buffers", example=_A_MODULE)
 CHILDREN = TORCH.name_of("torch.nn.Module._modules", "the dictionary of its submodules", example=_A_MODULE)
-DDP_IGNORED = "_ddp_params_and_buffers_to_ignore"  # of a module: names that DDP ignores
+DDP_IGNORED = "_ddp_params_and_buffers_to_ignore"  # attribute of a module: names that DDP ignores
 left_out_of_state: Callable[[nn.Module], set[str]] = attrgetter(
     TORCH.name_of(
         "torch.nn.Module._non_persistent_buffers_set",

@@ -91,15 +91,17 @@ def compare_modules(
     TORCH.require(COMPARING)
     for name, module in (("base", base), ("control", control)):
         if not isinstance(module, nn.Module):
-            raise TypeError(f"{name} is a torch.nn.Module; got {module!r}. Wrap a function in a module that calls it.")
+            raise TypeError(
+                f"{name} must be a torch.nn.Module; got {module!r}. Wrap a function in a module that calls it."
+            )
     if type(iterations) is not int or iterations < 1:
         raise ValueError(f"iterations must be an integer >= 1; got {iterations!r}")
     if type(seed) is not int or not 0 <= seed <= MAX_SEED:
-        raise ValueError(f"seed is a number from 0 to {MAX_SEED}; got {seed!r}")
+        raise ValueError(f"seed must be an integer from 0 to {MAX_SEED}; got {seed!r}")
     given = None if rtol is None or atol is None else Tolerance(float(rtol), float(atol))
     is_lone = (rtol is None) != (atol is None)
     if is_lone or not all(0 <= tolerance < math.inf for tolerance in given or ()):
-        raise ValueError(f"rtol and atol are given together, finite and not negative; got {rtol!r} and {atol!r}")
+        raise ValueError(f"rtol and atol must be given together, finite and not negative; got {rtol!r} and {atol!r}")
     # copies made in inference mode cannot be trained; the second context restores flags and generators
     with torch.inference_mode(False), enforce_determinism(DeterminismSettings.choose()):
         has_compiled = _is_compiled(base) or _is_compiled(control)
@@ -377,5 +379,5 @@ def _copied(name: str, value: Tensor) -> Tensor:
         value = value.detach()
         is_other_kind = value.is_quantized or value.is_meta or value.is_nested or has_parts(value)
         if value.layout != torch.strided or is_other_kind:
-            raise TypeError(f"{name} is no ordinary strided tensor with elements; compare what it is made of")
+            raise TypeError(f"{name} is not an ordinary strided tensor with elements; compare its components")
         return value.resolve_conj().resolve_neg().clone()

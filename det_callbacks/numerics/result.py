@@ -192,9 +192,9 @@ def _text(report: NumericsReport) -> str:
     deciding = [found for found in report.comparisons if found.decides]
     others, beyond = sum(not found.equal for found in deciding), sum(not found.close for found in deciding)
     sides = f"{report.control} against {report.base}, {count(report.num_iterations, 'iteration')}"
-    outcome = f"{others:,} with other bits, {beyond or 'none'} beyond the tolerance" if others else "all bits agree"
+    outcome = f"{others:,} with different bits, {beyond or 'none'} beyond the tolerance" if others else "all bits agree"
     lines = [f"{sides}: {count(len(deciding), 'tensor')} compared, {outcome}."]
-    named = {f"The first {'with other bits' if report.close else 'beyond its tolerance'}": report.first}
+    named = {f"The first {'with different bits' if report.close else 'beyond its tolerance'}": report.first}
     named["The largest, submodule outputs aside"] = report.worst
     for what, found in named.items():
         if found is not None:

@@ -37,7 +37,7 @@ class ObserverContext:
     """Record the observations of a ``with`` block as a run, or compare them with a recorded run.
 
     It records observations (``observe`` and its companions) anywhere in the block, and ops only between
-    ``enable_hash_mode`` and ``disable_hash_mode``. It follows one process: use a different name in each.
+    ``enable_hash_mode`` and ``disable_hash_mode``. It records one process: use a different name in each.
 
     Args:
         dump_dir: folder for runs.
@@ -217,7 +217,7 @@ class ObserverContext:
         if verdict.verdict == "match":
             return
         if not self.mismatches and verdict.first_divergence is not None:
-            self.mismatches = (verdict.first_divergence,)  # of a step in one run only
+            self.mismatches = (verdict.first_divergence,)  # step that only one run has
         text = (
             f"{self.path} does not match the reference {self.reference}. {verdict.explanation} "
             f"{verdict.counts.sites_differing} of {verdict.counts.sites_compared} compared sites differ; "

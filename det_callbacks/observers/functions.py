@@ -1,6 +1,6 @@
 """Functions for models to call, which only check for an observer if none is active.
 
-Inside a compiled function an observation is an op of the graph with an ordered effect, so that it is
+Inside a compiled function an observation is an op of the graph with an ordered effect, so it is
 not dead code. Rejected: a clone whose result is used (it changes the fusion), and an op that declares its
 argument as mutated (torch 2.13 allows no autograd through it).
 """

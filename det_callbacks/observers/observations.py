@@ -138,7 +138,7 @@ class Observations:
     def enable_ops(self) -> None:
         """Record ops from here on."""
         if self._level == "state":
-            self._report('enable_hash_mode records nothing at level "state", which follows no modules: use "module".')
+            self._report('enable_hash_mode records nothing at level "state", which records no modules: use "module".')
         self.region.enter()
         if not self._is_open:
             self.region.suspend()  # until the next step

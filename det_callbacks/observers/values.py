@@ -17,10 +17,11 @@ _PLAIN = (bool, int, float, complex, str)
 def check_name(name: object) -> None:
     """Raise TypeError or ValueError if an observation cannot have this name."""
     if not isinstance(name, str):
-        raise TypeError(f"the name of an observation is a string; got {name!r}")
+        raise TypeError(f"the name of an observation must be a string; got {name!r}")
     if not 0 < len(name) <= MAX_NAME or name != name.encode(errors="replace").decode():
         raise ValueError(
-            f"the name of an observation is Unicode text of 1 to {MAX_NAME} characters; got {len(name)}: {name[:40]!r}"
+            f"the name of an observation must be Unicode text of 1 to {MAX_NAME} characters; got {len(name)}: "
+            f"{name[:40]!r}"
         )
 
 

@@ -80,7 +80,7 @@ class RankGroup(Peers):
             return self
         if known != self.world_size:
             raise RankError(
-                f"This training has {self.world_size} processes, but torch.distributed has {known}, so the processes "
+                f"This run has {self.world_size} processes, but torch.distributed has {known}, so the processes "
                 "cannot exchange results. Use a strategy based on torch.distributed, such as ddp, or "
                 "devices=1."
             )

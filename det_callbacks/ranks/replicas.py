@@ -52,7 +52,7 @@ class ReplicaDifference:
 
     @property
     def is_tie(self) -> bool:
-        """Whether no value has a majority, so that the correct one is unknown."""
+        """Whether no value has a majority, so the correct one is unknown."""
         return len(self.values[0].ranks) == len(self.values[1].ranks)
 
 
@@ -105,7 +105,7 @@ class ReplicaError(DetCallbacksError):
 class ReplicatedState(NamedTuple):
     """The state of this rank that must be equal on several ranks."""
 
-    tensors: dict[str, tuple[Tensor | bool | int | float, Ranks]]  # with the ranks that hold it
+    tensors: dict[str, tuple[Tensor | bool | int | float, Ranks]]  # value, and the ranks that hold it
     left_out: Counter[str]  # reason -> number of tensors not compared
 
 

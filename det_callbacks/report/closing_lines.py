@@ -136,7 +136,7 @@ def audit_line(report: AuditReport, *, folder: Path, missed: Sequence[int] = ())
     if not report.findings:
         return f"det_callbacks: every op repeated its bits: {what} (in {folder})"
     ops = count(len(report.findings), "op")
-    return f"det_callbacks: {ops} produced different bits: {what} (audit.json and replay.yaml: {folder})"
+    return f"det_callbacks: {ops} gave different bits: {what} (audit.json and replay.yaml: {folder})"
 
 
 def audit_lines(report: AuditReport, *, replay: Path) -> str:
@@ -156,7 +156,7 @@ def audit_lines(report: AuditReport, *, replay: Path) -> str:
             "Uninitialised: an op repeats its bits, but its output depends on memory that nothing has written. Write "
             "all of that memory, or allocate it with torch.zeros."
         ]
-    begin = f"{count(len(report.findings), 'op')} produced different bits from the same inputs when rerun."
+    begin = f"{count(len(report.findings), 'op')} gave different bits from the same inputs when run again."
     table = Table(columns=columns, rows=rows, limit=MAX_FINDINGS)
     return to_text([Section(lines=[begin]), Section(table=table), Section(lines=advice)])
 

@@ -36,16 +36,16 @@ class Section:
     """One part of a report."""
 
     title: str = ""
-    style: str = "bold"  # of the title
+    style: str = "bold"  # style of the title
     lines: Sequence[str] = ()  # sentences
-    items: Sequence[str] = ()  # of a list
+    items: Sequence[str] = ()  # items of a list
     facts: Sequence[tuple[str, str]] = ()  # each with its name first
     code: Sequence[str] = ()  # lines that are not wrapped
     table: Table | None = None
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """Return a console; plain if it is no terminal."""
+    """Return a console, which is plain if it is not a terminal."""
     console = Console(stderr=stderr, highlight=False)
     return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=MAX_WIDTH, no_color=True)
 

@@ -75,7 +75,7 @@ def nonfinite_sentence(found: NonFinite) -> str:
         return text
     nan = found.first_nan
     line = f" at {nan.source[0]}" if nan.source else ""
-    return f"{text}. {nan.op} in {nan.module or 'no module'}{line} makes the first NaN of it"
+    return f"{text}. {nan.op} in {nan.module or 'no module'}{line} turns it into the first NaN"
 
 
 def rounding_sentence(numerics: Numerics) -> str:

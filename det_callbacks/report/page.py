@@ -26,7 +26,7 @@ MAX_MAPS, MAX_COLUMNS, MAX_ROWS = 8, 100, 60  # heat maps (one a rank and fit), 
 NUM_BEFORE = 10  # columns before the first step that differs, if not all steps fit
 MAX_STEPS, MAX_SITES = 10, 25  # steps of a map whose sites are listed, and sites of each
 
-_INSTEAD = "pass another file for the report (--html of det-callbacks diff); the verdict stands"
+_INSTEAD = "pass another file for the report (--html of det-callbacks diff); the verdict is still valid"
 _COLUMNS = ("site", "state", "phase", "module", "op or name", "tensor", "reference", "current", "kind", "source")
 _STATES = np.array([*".mco"])  # ascending: not compared, match, carried on, origin
 

@@ -11,7 +11,7 @@ from det_callbacks.report.numerics import nonfinite_sentence
 from det_callbacks.runs.metrics import read_metrics
 from det_callbacks.runs.program import READS, Program, Site, StepRecord, StepView, TensorLayout
 from det_callbacks.runs.store import RankRun, Run
-from det_callbacks.text import count, listed
+from det_callbacks.text import at_most, count
 from det_callbacks.verdict import Coverage, Divergence
 
 HEAD = 10  # rows shown from either end of a long table
@@ -90,7 +90,7 @@ def run_report(run: Run, rank: RankRun) -> list[Section]:
         lines.append(nonfinite_sentence(nonfinite))
     metrics = [read_metrics(run, segment).by_key.values() for segment in run.segments]
     if names := sorted({name for readings in metrics for reading in readings for name in reading.metrics}):
-        lines.append(f"metrics (--json has their values): {listed(names, limit=HEAD)}")
+        lines.append(f"metrics (--json has their values): {', '.join(at_most(HEAD, names))}")
     fields = ("segment", "step", "epoch", "num_sites", "program", "layout", "chain")
     is_long = len(places) > 2 * HEAD + 1
     shown = [*places[:HEAD], *places[-HEAD:]] if is_long else places

@@ -8,7 +8,7 @@ from det_callbacks.text import at_most, count, size
 if TYPE_CHECKING:
     from det_callbacks.checkpoint.check import CheckpointReport, EntryDifference
 
-MAX_ENTRIES = 20  # of a checkpoint that a message names
+MAX_ENTRIES = 20  # entries of a checkpoint that a message names
 
 
 def checkpoint_report(report: "CheckpointReport") -> list[Section]:
@@ -27,17 +27,17 @@ def checkpoint_report(report: "CheckpointReport") -> list[Section]:
         saved, run = report.sidecar, report.sidecar.run or {}
         when = "before the first step" if saved.step is None else f"after step {saved.step} in epoch {saved.epoch}"
         items.insert(0, f"saved {when}, run {run.get('id')}")
-    return [Section(title=f"{report.path} is what was saved, in all its bytes", style="green", items=items)]
+    return [Section(title=f"{report.path} matches what was saved, byte for byte", style="green", items=items)]
 
 
 def mismatch_text(report: "CheckpointReport") -> str:
     """Return what is wrong with a checkpoint, what was still right, and what to do."""
     num_compared = sum(report.sections.values())
-    lines = [f"{report.path} is not what was saved."]
+    lines = [f"{report.path} does not match what was saved."]
     lines += [f"  {line}" for line in at_most(MAX_ENTRIES, [*map(_difference, report.entries)])]
-    lines += [f"  resume: {name} is missing next to it, or of another save" for name in report.missing_files]
+    lines += [f"  resume: {name} is missing next to it, or from a different save" for name in report.missing_files]
     right = num_compared - sum(entry.kind != "extra" for entry in report.entries)
-    lines.append(f"{right:,} of {count(num_compared, 'entry')} are what was saved.")
+    lines.append(f"{right:,} of {count(num_compared, 'entry')} match what was saved.")
     if not report.entries and not report.has_same_bytes:
         lines.append("The file's bytes differ, but no entry does: the change is outside the entries, or in padding.")
     lines.append("Use another checkpoint, or restore this one and the file of its digests from a copy.")
@@ -60,7 +60,7 @@ def unrestored_line(path: str) -> str:
     """Return the line on a checkpoint that Lightning alone resumes."""
     return (
         f"det_callbacks: {path} is resumed by Lightning alone: no saved state of generators and data is next to it. "
-        "With shuffling, augmentation or dropout, the run will not be the same run"
+        "With shuffling, augmentation or dropout, the resumed run differs from an uninterrupted one"
     )
 
 

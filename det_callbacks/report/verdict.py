@@ -260,7 +260,7 @@ def _coverage(verdict: Verdict) -> list[str]:
     lines += [f"followed torch's optimizers: {coverage.followed}"] if coverage.followed else []
     lines += [f"not seen: {text}" for text in coverage.lost]
     return lines + [
-        f"replayed: {name}: {count(replayed['count'], 'tensor')} put back, {replayed['differing']:,} of them "
+        f"replayed: {name}: {count(replayed['count'], 'tensor')} restored, {replayed['differing']:,} of them "
         f"differed, {replayed['mib_per_step']:.3g} MiB a step"
         for name, replayed in coverage.replayed.items()
     ]
@@ -282,7 +282,7 @@ def next_lines(verdict: Verdict) -> Sequence[str]:
 
 def _record_next(arguments: Mapping[str, Any]) -> list[str]:
     steps = arguments.get("only_steps")
-    which = f"step {listed(map(str, steps), limit=10)}" if steps else "the training"
+    which = f"step{'s' * (len(steps) > 1)} {listed(map(str, steps), limit=10)}" if steps else "the run"
     why = "to see by how much it differs" if "keep_tensors" in arguments else "to see where it starts"
     python = [f"{name}={json.dumps(value)}" for name, value in arguments.items()]
     compact = {name: json.dumps(value, separators=(",", ":")).strip('"') for name, value in arguments.items()}

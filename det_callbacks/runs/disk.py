@@ -88,7 +88,7 @@ class AppendedFile:
         with writing(self._path):
             if self.is_broken:
                 raise OSError(errno.EIO, "an earlier write failed")
-            self.is_broken = True  # also after Ctrl-C
+            self.is_broken = True  # even after Ctrl-C
             num_written = self._file.write(content)
             if num_written != num_bytes:
                 raise OSError(errno.ENOSPC, f"only {num_written} of {num_bytes} bytes had room")

@@ -17,14 +17,14 @@ COMMIT = "code.git_commit"
 CHANGED_FILE = "code.file."  # digest of a source file that differs from the commit
 OPTIMIZER = "optimizer"  # classes of the optimizers; prefix of their options
 FOLLOWED = "loop.followed"  # the models and optimizers of a script that was followed
-LOST = "torch.lost"  # what this version of torch hides, a sentence each
+LOST = "torch.lost"  # sentences on what this version of torch hides
 GENERATOR = "generators."  # digest of the first state of a generator of rank 0
 ARGUMENTS = "process.argv"  # the words that started the program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentEntry:
-    """One JSON-able fact: where a run ran (the machine) or how (a choice)."""
+    """One JSON-able fact: where a run ran (the machine) or how (a choice: a setting of the user)."""
 
     value: Any
     is_machine: bool

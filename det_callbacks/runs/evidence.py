@@ -40,7 +40,7 @@ BATCH_START, AFTER_FORWARD, AFTER_BACKWARD, BATCH_END = "batch start", "after fo
 
 # Points of rows without a moment in a step.
 BATCH = "batch"
-OPTIONS = "optimizer options"  # of the groups, when an update first uses them: "lr of group 0", as JSON
+OPTIONS = "optimizer options"  # options of the groups, when an update first uses them: "lr of group 0", as JSON
 UNSEEN_WRITE = "unseen write"  # the values are ``StepView.unseen_writes``
 VALUES = "arguments"  # digest and JSON text of numbers among an op's arguments
 PARAMETERS = "parameters"  # how many, and the JSON text of a list of names
@@ -149,7 +149,7 @@ def read_evidence(path: Path, *, run_id: str, keep: Filter | None = None) -> Ite
         except (pa.ArrowException, OSError, ValueError) as error:
             raise damaged(path, f"it does not begin like evidence ({error})") from error
         if not stream.schema.equals(_schema_of(run_id), check_metadata=True):
-            raise damaged(path, f"it is of another run, version or kind ({stream.schema.metadata})")
+            raise damaged(path, f"it is from a different run, version or kind ({stream.schema.metadata})")
         while True:
             try:
                 batch, metadata = stream.read_next_batch_with_custom_metadata()

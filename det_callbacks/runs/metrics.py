@@ -1,4 +1,4 @@
-"""The metrics that a training logs on rank 0: after validations, epochs and tests, or between two steps."""
+"""The metrics that a run logs on rank 0: after validations, epochs and tests, or between two steps."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ RESUMED = "resumed"
 # Readings of a TrainingRun, whose loop may log after any step.
 LOG = "log"
 
-# Where readings are made, in the order within one step.
+# Where readings are made, in their order in a step.
 WHERE = (RESUMED, "validation", "epoch", LOG, *CALLS)
 
 

@@ -1,6 +1,6 @@
 """The parts of a recorded step: its ordered sites (the program), their layouts, and their digests.
 
-Layouts are separate, so that a model whose shapes change every step has one program. ``SiteRow`` separates a site from
+Layouts are separate, so a model whose shapes change every step has one program. ``SiteRow`` separates a site from
 its position, since the programs of different steps share most sites.
 """
 
@@ -307,7 +307,7 @@ class StepView:
     record: StepRecord
     program: Program
     layout: Layout
-    unseen_writes: frozenset[int] = frozenset()  # sites that are no origins: an unseen write changed their inputs
+    unseen_writes: frozenset[int] = frozenset()  # sites that are not origins: an unseen write changed their inputs
     read_values: Callable[[], Mapping[int, str]] = dict  # digest of arguments -> their JSON text
 
 

@@ -136,7 +136,7 @@ class StreamFile:
         except (pa.ArrowException, OSError, ValueError, EOFError) as error:
             raise damaged(self.path, f"its header cannot be read ({error})") from error
         if not schema.equals(pa.ipc.read_schema(pa.py_buffer(wanted)), check_metadata=True):
-            raise damaged(self.path, f"it is of another run, place, version or kind ({schema.metadata})")
+            raise damaged(self.path, f"it is from a different run, place, version or kind ({schema.metadata})")
 
     def _read_rows(self, file: BinaryIO) -> Fit:
         """Return the rows of the whole steps, and leave the file at their end."""

@@ -57,7 +57,7 @@ class RunWriter:
         try:
             self._open_stream(is_new=True)
             self._tell_of_files()
-        except BaseException:  # also Ctrl-C
+        except BaseException:  # including Ctrl-C
             self._close_files(complete=False)
             raise
 
@@ -100,7 +100,7 @@ class RunWriter:
             lock.acquire(instead=ANOTHER_FOLDER["record"])
 
         with _releasing_on_errors(lock):
-            peers.broadcast(lead, task=f"going on with the run {path}")
+            peers.broadcast(lead, task=f"continuing the run {path}")
             run = peers.run_on_all(lambda: _open_resumed(path, manifest, peers), task=f"opening the run {path}")
             peers.require_shared(path)
             attempts = run.manifest.attempts
@@ -157,7 +157,7 @@ class RunWriter:
         return identity in self._layouts
 
     def append(self, step: int, epoch: int, program_id: int, layout_id: int, digests: np.ndarray) -> int:
-        """Write a step after its program and layout, and return its chain; steps ascend within a fit."""
+        """Write a step after its program and layout, and return its chain; steps ascend in a fit."""
         assert self._programs[program_id] == self._layouts[layout_id] == len(digests), "all are of the same sites"
         assert step > self._last_step, f"step {step} comes after step {self._last_step}"
         if self._chain is None:
@@ -235,7 +235,7 @@ class RunWriter:
         self._change_attempt(segments=self.manifest.attempts[-1].segments + 1)
         self._open_stream(is_new=True)
         self._tell_of_files()
-        # Last, so that a kill in between leaves an incomplete run, not a complete run that lacks a fit.
+        # Last, so a kill in between leaves an incomplete run, not a complete run that lacks a fit.
         self._end(finished, complete=True)
 
     def close(self, *, complete: bool) -> None:
@@ -260,7 +260,7 @@ class RunWriter:
         return self._lock is None or self._lock.is_held
 
     def _go_on(self) -> None:
-        self._peers.broadcast(self._take_lock, task=f"going on with the run {self.path}")
+        self._peers.broadcast(self._take_lock, task=f"continuing the run {self.path}")
 
     def _take_lock(self) -> None:
         """Take the lock again after ``close``; raise RunExistsError if another process has changed the run since."""
@@ -271,8 +271,8 @@ class RunWriter:
             now = read_manifest(self.path)
             if (now.run_id, now.attempts) != (self.manifest.run_id, self.manifest.attempts):
                 raise RunExistsError(
-                    f"Another process has replaced {self.path} since this one closed it, or gone on with it: what is "
-                    "there was left as it is. Record several fits of one script at a time.",
+                    f"Another process has replaced or continued {self.path} since this one closed it. Nothing there "
+                    "was changed. If a script has several fits, start it again only after it has ended.",
                     str(self.path),
                 )
 
@@ -358,7 +358,7 @@ class RunWriter:
 def _releasing_on_errors(lock: FolderLock | None) -> Iterator[None]:
     try:
         yield
-    except BaseException:  # also Ctrl-C
+    except BaseException:  # including Ctrl-C
         if lock is not None:
             lock.release()
         raise

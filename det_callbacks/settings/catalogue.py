@@ -1,4 +1,4 @@
-"""The settings: allowed values, how to read and set each, and a choice of values."""
+"""The settings: allowed values, how to read and set each, and a selection of values."""
 
 import importlib
 import os
@@ -161,7 +161,7 @@ def _reduction_in_force(kind: str) -> bool:
 
 
 def _inductor_in_force(name: str) -> bool:
-    if INDUCTOR_CONFIG not in sys.modules:  # its default (torch/_inductor/config.py, torch 2.13)
+    if INDUCTOR_CONFIG not in sys.modules:  # inductor's default (torch/_inductor/config.py, torch 2.13)
         return os.environ.get(f"TORCHINDUCTOR_{name.upper()}") == "1"
     return bool(getattr(sys.modules[INDUCTOR_CONFIG], name))
 
@@ -245,7 +245,7 @@ def settings_in_force() -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeterminismSettings:
-    """The settings that make a program repeat its bits.
+    """The settings that make a program reproducible bit for bit.
 
     ``None`` leaves a setting unchanged, but still records it. The defaults select deterministic kernels
     and nothing else: no seed, no precision, no thread count. ``docs/reference/settings.md`` has the

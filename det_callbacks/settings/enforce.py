@@ -60,7 +60,7 @@ class EnforcedDeterminism(ExitStack):
                     setting.apply(wanted)
             if settings.seed is not None:
                 _seed_all(settings.seed)
-        except BaseException:  # also on Ctrl-C
+        except BaseException:  # including Ctrl-C
             self.close()
             raise
 

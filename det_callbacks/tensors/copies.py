@@ -183,4 +183,4 @@ def _name(value: object) -> str:
 
 def _refused(tensor: Tensor, what: str, instead: str) -> ReplayError:
     name = f"A {type(tensor).__qualname__} of {_name(tensor.dtype)}"
-    return ReplayError(f"{name} {what}, so its bits cannot be saved and put back; {instead}.")
+    return ReplayError(f"{name} {what}, so its bits cannot be saved and restored; {instead}.")

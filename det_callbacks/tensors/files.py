@@ -155,7 +155,7 @@ class StepWriter:
             path.unlink(missing_ok=True)
         if not tensors and not values:
             return
-        # large elements first, as in safetensors, which aligns all of them
+        # large elements first, like safetensors, which aligns all of them
         order = sorted(tensors, key=lambda key: -tensors[key].bits.nbytes // max(tensors[key].num_saved, 1))
         sections: dict[str, Any] = {}
         offset = 0
@@ -186,7 +186,7 @@ class StepWriter:
                     for key in order:
                         file.write(tensors[key].bits.data)
                 temporary.replace(path)
-            except BaseException:  # also Ctrl-C
+            except BaseException:  # including Ctrl-C
                 temporary.unlink(missing_ok=True)
                 raise
 
@@ -260,7 +260,7 @@ class SavedStep:
             text = metadata[_METADATA]
             content = json.loads(text)
             if (version := content["format_version"]) != TENSORS_FORMAT_VERSION:
-                raise ValueError(f"its format version is {version!r}, and {TENSORS_FORMAT_VERSION} is read here")
+                raise ValueError(f"its format version is {version!r}, but this version reads {TENSORS_FORMAT_VERSION}")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise damaged(self.path, f"it is not a safetensors file written by det_callbacks ({error!r})") from error
         if metadata.get(_SEAL) != _seal(text, sections):

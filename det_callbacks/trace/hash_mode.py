@@ -147,7 +147,7 @@ class HashMode:
             if self.selection.level != "state":
                 recorder.places.modules.open()
             self._listener.open(sees_ops=self.selection.level == "op")
-        except BaseException:  # also Ctrl-C: Python will not call __exit__
+        except BaseException:  # including Ctrl-C: Python will not call __exit__
             self.abandon()
             raise
 
@@ -168,7 +168,7 @@ class HashMode:
                 if self.selection.level == "op":
                     self.recorder.places.names.keep(places, entries)
                 self.trace = self.recorder.finish()
-        except BaseException:  # also Ctrl-C: leave no hooks behind
+        except BaseException:  # including Ctrl-C: leave no hooks behind
             self.recorder.abandon()
             raise
         return self.trace
@@ -308,8 +308,8 @@ class Listener:
 class OpRegion:
     """Lets the recorder see ops while a region is open; regions nest, and only the outermost counts.
 
-    The end of a region forgets all writers: between regions, anything may write memory unrecorded. ``level`` is that of
-    a surrounding HashMode, if any. At "op", the HashMode sees every op anyway, and at "state" it does not
+    The end of a region forgets all writers: between regions, anything may write memory unrecorded. ``level`` is that
+    of a surrounding HashMode, if any. At "op", the HashMode sees every op anyway, and at "state" it does not
     follow modules, so regions are only counted.
     """
 

@@ -234,7 +234,7 @@ class Recorder:
                 if deferred.is_used:
                     deferred.before_writes(written)
             out = plan.call(*args, **kwargs)
-        except BaseException:  # also Ctrl-C: the user may catch it and continue the step
+        except BaseException:  # including Ctrl-C: the user may catch it and continue the step
             self._reads.roll_back(mark)
             raise
 

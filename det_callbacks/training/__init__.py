@@ -1,1 +1,1 @@
-"""Records, verifies or audits the run of a training, independent of its framework."""
+"""Records, verifies or audits a run, independent of the framework that trains."""

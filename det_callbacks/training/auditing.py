@@ -43,7 +43,7 @@ class Auditing(Session):
         if self.stages == [FIT]:
             self._folder = self.arguments.current or free_folder(self.root, kind="audit")
             self._mode = BitwiseEquivalenceMode(model=training.module, base_phase=training.base_phase)
-        for name in (AUDIT_FILE, REPLAY_FILE):  # of an earlier audit
+        for name in (AUDIT_FILE, REPLAY_FILE):  # files of an earlier audit
             with writing(self._folder, instead=ANOTHER_FOLDER["audit"]):
                 (self._folder / name).unlink(missing_ok=True)
 

@@ -10,11 +10,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from det_callbacks.internals.replaced import ReplacedMethods
 
 MAX_WAITING = 64  # a fetcher holds one or two
-_MAX_WAITING_OF_LOADER = 16  # for a loop that does not report when it trains on a batch
+_MAX_WAITING_OF_LOADER = 16  # limit for a loop that does not report when it trains on a batch
 
 
 class Draws:
-    """The drawn batches, oldest first; follows the samplers until ``detach``."""
+    """The loaded batches, oldest first; follows the samplers until ``detach``."""
 
     def __init__(self, max_waiting: int = MAX_WAITING) -> None:
         self.waiting: deque[tuple[Any, dict[str, Any]]] = deque(maxlen=max_waiting)
@@ -55,7 +55,7 @@ class Draws:
 
 
 class DrawnLoader:
-    """A loader during iteration, held weakly, and the batches drawn from it."""
+    """A loader during iteration, held weakly, and the batches that it returned."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = ref(loader)

@@ -1,4 +1,4 @@
-"""Evidence that can explain a difference: generator states at fixed points, and how batches were drawn."""
+"""Evidence that can explain a difference: generator states at fixed points, and how batches were loaded."""
 
 import json
 import os
@@ -94,7 +94,7 @@ class Evidence(Ledger, LoaderFollower):
         self._draws.waiting.clear()
 
     def begin_step(self, batch: Any) -> None:
-        """Note how the batch of a training step was drawn, after its trace has begun."""
+        """Note how the batch of a training step was loaded, after its trace has begun."""
         self.mark("batch start", with_seeds=True)
         waiting = self._draws.waiting
         last = len(waiting) - self._training.num_drawn_ahead
@@ -135,7 +135,7 @@ def _scripted(root: torch.nn.Module) -> list[str]:
 
 
 def _is_constant(tensor: Tensor) -> bool:
-    """Return whether the first 4,096 elements are equal, as in new biases and scales."""
+    """Return whether the first 4,096 elements are equal, as they are in new biases and scales."""
     if not holds_data(tensor) or has_parts(tensor) or tensor.numel() < 2:
         return tensor.numel() == 1
     head = tensor.detach().flatten()[:4096]

@@ -137,7 +137,7 @@ class FollowedRun(RunArguments):
     def _end_training(self) -> None:
         error = self._replicas.end()
         if error is not None and self.mode == "record":
-            raise error  # before the run is complete, so that it is not a reference
+            raise error  # before the run is complete, so it is not a reference
         self._end()
         if error is not None:
             raise error

@@ -1,4 +1,4 @@
-"""Metrics of a training, and generator states that may explain a difference."""
+"""Metrics of a run, and generator states that may explain a difference."""
 
 from torch import Tensor, as_tensor, float64
 from torch.distributed.tensor import DTensor

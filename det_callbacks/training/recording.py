@@ -51,7 +51,7 @@ class Recording(TracedSession):
             if goes_on and self.peers.broadcast((self.path / "run.json").exists, task=f"looking for {self.path}"):
                 self.run = RunWriter.resume(self.path, **options)
                 assert self.run.earlier is not None, "it is resumed"
-                # its folder holds diverging steps until the attempt is discarded
+                # the run's folder holds diverging steps until the attempt is discarded
                 self.detector = Verification(self.run.earlier, self.path / DISAGREEMENT, steps="common", **options)
                 for segment in range(self.run.segment + 1):
                     self.detector.begin_fit(segment, is_resumed=True, is_every_step=self._is_resuming)

@@ -1,4 +1,4 @@
-"""Compares the replicas of a training at the start and end of a fit, and after every n-th step."""
+"""Compares the replicas of a run at the start and end of a fit, and after every n-th step."""
 
 import warnings
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ class Replicas:
     They return errors, equal on all ranks, for the caller to raise.
     """
 
-    _training: Training | None = None  # of the open fit
+    _training: Training | None = None  # the training of the open fit
     _first: ReplicaReport | None = None  # the first with a difference
     _num_audits = 0
 

@@ -1,4 +1,4 @@
-"""The facts that a run needs about a training."""
+"""The facts that a run needs about the training."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +23,7 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class LoaderFollower:
-    """Follows the loaders of a training, and their draws; this base class does nothing."""
+    """Follows the loaders of the training, and the draws of their samplers; this base class does nothing."""
 
     def begin_loaders(
         self, loaders: Mapping[str, Any], held: Mapping[str, Held], *, is_in_turn: bool, draws: Draws | None = None
@@ -48,18 +48,18 @@ class LoaderFollower:
 
 
 class Training:
-    """Ten facts about a training; each integration has a subclass that reads them from its framework.
+    """Ten facts about the training; each integration has a subclass that reads them from its framework.
 
-    The tenth, where a fit begins and ends, follows from when the integration calls its run.
+    The tenth, where a fit begins and ends, is determined by when the integration calls its run.
     """
 
-    base_phase = "other"  # of ops outside ``mark_forward``, a backward pass and an optimizer
+    base_phase = "other"  # phase of ops outside ``mark_forward``, a backward pass and an optimizer
     rank = 0
     world_size = 1
     step = -1  # the current step, from 0, or the last one
     epoch = 0
     num_batches = 1  # batches of this step, several with accumulation
-    num_drawn_ahead = 0  # batches already drawn for later steps
+    num_drawn_ahead = 0  # batches already loaded for later steps
     framework = "lightning"  # the distribution whose version is recorded
     # options that change bits, by name: precision, accumulation, clipping, hyperparameters
     choices: Mapping[str, Any]
@@ -82,7 +82,7 @@ class Training:
         """Wrap the function that computes the loss, until ``leave``."""
 
     def leave_out(self, wrap: Wrap) -> None:
-        """Wrap the framework's own computations within a step, until ``leave``."""
+        """Wrap the framework's own computations inside a step, until ``leave``."""
 
     def leave(self) -> None:
         pass

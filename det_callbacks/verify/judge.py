@@ -268,7 +268,7 @@ class _Judge:
         answer = self._answer(first, whole, ranks)
         in_order = sorted(first.values(), key=lambda one: one.order)
         origins = [origin for known in in_order for origin in known.origins_among(ranks)]
-        # the length of a training explains nothing in a step that both have
+        # the length of a run explains nothing in a step that both have
         others = [one for one in self.environment if one.name != answer.choice and (whole or one.name not in LENGTHS)]
         parts = [answer.text, answer.advice, *_environment_notes(others, verdict), *self.notes]
         tally = self.tally
@@ -323,7 +323,7 @@ class _Judge:
         if not tally.num_sites and not tally.num_metrics and not (has_divergence and has_steps):
             raise NothingComparedError(
                 f"{walk.reference.path} and {walk.current.path} have no step with recorded sites in common, so nothing "
-                "was compared. Check with det-callbacks show that both record the same training with the same "
+                "was compared. Check with det-callbacks show that both record the same script with the same "
                 "selection."
             )
         if has_divergence:

@@ -200,7 +200,7 @@ class Verification:
         return self._ranks.chain(self.segment, step)
 
     def compare_state(self, step: int, digest_state: Callable[[], Mapping[str, int]]) -> None:
-        """Note the state that a checkpoint did not bring back as the reference's step before had left it.
+        """Note state that a checkpoint did not restore as the reference's previous step had left it.
 
         Below a full recording, only this tells such state from a step that computed something else.
         """

@@ -1,4 +1,4 @@
-"""Which of torch's ops repeat themselves, and on what their bits depend: ``make ops-table``.
+"""Which torch ops are deterministic, and on what their bits depend: ``make ops-table``.
 
 Examines each op of torch's operator database (``op_db``) in a process of its own, with its own samples and with larger
 ones, and makes docs/reference/ops-determinism.md of what was found on each device.
@@ -90,7 +90,7 @@ def page(devices: dict[str, dict[str, Any]]) -> str:
     table += [f"| `{name}` | {' | '.join(cells)} |" for name, cells in told]
     summary = ["| device | torch | ops | run | with something to say |", "| --- | --- | --- | --- | --- |", *counts]
     parts = [head, "\n".join(summary), "## Ops whose bits depend on something", "\n".join(table)]
-    parts += [f"## Ops that repeat themselves under all conditions\n\n{_listed(silent)}"]
+    parts += [f"## Ops that are deterministic under all conditions\n\n{_listed(silent)}"]
     parts += [f"## Not run\n\nNo sample of these could be run alone: {_listed(not_run)}"] if not_run else []
     return "\n\n".join(parts) + "\n"
 

@@ -132,6 +132,6 @@ def test_an_audit_that_stops_leaves_nothing_behind_also_of_an_earlier_one(tmp_pa
     assert callback.audit_report is None
     assert list(folder.iterdir()) == []
     audit_once()
-    with pytest.raises(NothingComparedError, match="had none of the steps in only_steps \\(100\\)"):
+    with pytest.raises(NothingComparedError, match="ran none of the steps in only_steps \\(100\\)"):
         train(Classifier, audit(folder, only_steps=(100,)), epochs=1)
     assert list(folder.iterdir()) == []

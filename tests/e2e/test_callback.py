@@ -72,7 +72,7 @@ def damageable(reference: Path, tmp_path: Path) -> Path:
         ({"level": "ops"}, "level must be one of op, module, state; got 'ops'."),
         ({"phases": "forward"}, "phases must be a list of strings; got the string 'forward': write"),
         ({"modules": []}, "modules must have at least one pattern"),
-        ({"every_n_steps": 0}, "every_n_steps must be a whole number from 1 on; got 0."),
+        ({"every_n_steps": 0}, "every_n_steps must be an integer >= 1; got 0."),
         ({"reference": None}, "reference must be the path of a folder; got None."),
         ({"current": ""}, "current must be the path of a folder; got ''."),
         ({"overwrite": "yes"}, "overwrite must be True or False; got 'yes'."),

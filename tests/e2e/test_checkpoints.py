@@ -207,4 +207,4 @@ def test_it_is_compared_in_every_stage_and_with_its_own_digests(path, tmp_path):
     path.write_bytes(content)
     fit(tmp_path, max_epochs=1).run().trainer.save_checkpoint(tmp_path / "other.ckpt")
     shutil.copy(tmp_path / "other.ckpt.digests.json", f"{path}.digests.json")
-    assert_refused(path, "x.ckpt is not what was saved")
+    assert_refused(path, "x.ckpt does not match what was saved")

@@ -197,7 +197,7 @@ def test_a_checkpoint_is_compared_with_its_digests_or_with_another_one(runs, com
         assert (done, [text for text in texts if text not in out + err]) == (status, [])
         return json.loads(command(f"check-checkpoint {words} --json")[1] or "{}")
 
-    saved = f"{path} is what was saved, in all its bytes"
+    saved = f"{path} matches what was saved, byte for byte"
     content = check(str(path), 0, saved, "saved after step 3 in epoch 1, run ")
     assert (content["equal"], content["entries"], content["save"]["step"]) == (True, [], 3)
 
@@ -214,7 +214,7 @@ def test_a_checkpoint_is_compared_with_its_digests_or_with_another_one(runs, com
 
     checkpoint["state_dict"]["norm.bias"] = torch.zeros(4)
     torch.save(checkpoint, path)
-    texts = "last.bias differs (", "norm.bias was float32 [16], and is float32 [4]", "entries are what was saved"
+    texts = "last.bias differs (", "norm.bias was float32 [16], and is float32 [4]", "entries match what was saved"
     entries = check(str(path), 1, *texts)["entries"]
     found = [(entry["path"], entry["kind"]) for entry in entries]
     assert sorted(found) == [("last.bias", "content"), ("more", "extra"), ("norm.bias", "structure")]

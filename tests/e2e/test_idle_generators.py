@@ -84,7 +84,7 @@ def test_a_generator_that_nothing_draws_from_may_be_anywhere(level, tmp_path):
     fit(DeterminismCallback(tmp_path / "run", mode="record", level=level), seed=1)
     verdict = verify(tmp_path / "run", tmp_path / "current", seed=2)
     assert (verdict.verdict, verdict.counts.steps_compared) == ("match", 12)
-    assert f"{NOTE}numpy, python." in verdict.explanation
+    assert f"{NOTE}numpy and python." in verdict.explanation
     found = {one.name: (one.is_machine, one.changes_bits) for one in verdict.environment}
     assert found == dict.fromkeys(("generators.numpy", "generators.python"), (True, False))
     fit(DeterminismCallback(tmp_path / "second", mode="record", level=level), seed=3)

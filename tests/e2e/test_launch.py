@@ -72,7 +72,7 @@ def test_what_rounding_does_is_measured_and_is_the_tolerance_of_a_diff(run_comma
     assert found.num_default == len(others) > 10
     for damage in ("{}", json.dumps({**content, "sites": [[*site[:8], float("nan")] for site in optimized]})):
         path.write_text(damage)
-        with pytest.raises(ReferenceFormatError, match="it is no measured tolerance"):
+        with pytest.raises(ReferenceFormatError, match="it is not a measured tolerance"):
             compare_runs(reference.path, perturbed.path, numerics=True, tolerance=path)
     done = run_command("check", "--numerics", "--vary", "threads", "--to", "other")
     assert (done.status, "one after the other" in done.errors) == (2, True)
@@ -102,10 +102,10 @@ def test_what_goes_wrong_has_a_status_and_is_said_once(run_command):
         assert "det-callbacks: The command trains in several processes that are not ranks of one" in done.errors
     for words, says in (
         (("record", "run", "--level", "ops"), "--level: invalid choice: 'ops'"),
-        (("record", "run", "--every-n-steps", "x"), "--every-n-steps: must be a whole number"),
+        (("record", "run", "--every-n-steps", "x"), "--every-n-steps: must be an integer"),
         (("record", "run", "--keep", "add"), "The op pattern 'add' names no op"),
         (("verify", "nothing"), "nothing"),
-        (("record", "run", "--seed", "4294967296"), "must be a whole number from 0 to 4294967295; got '4294967296'"),
+        (("record", "run", "--seed", "4294967296"), "must be an integer from 0 to 4294967295; got '4294967296'"),
         (("check", "--vary", "worker"), "Use workers, threads, hash-seed, memory."),
     ):
         done = run_command(*words)
@@ -186,7 +186,7 @@ def test_augmentation_in_the_main_process_depends_on_the_workers(run_command):
     assert re.search(r"^plain +nothing +match +- +-$", done.text, re.MULTILINE)
     row = r"^workers +2 instead of 0 +diverged +step 0, data: batch\[0\] +data_content$"
     assert re.search(row, done.text, re.MULTILINE)
-    assert "bit for bit; its bits depend on workers; kept in" in done.last
+    assert "bit for bit; its results depend on workers; kept in" in done.last
 
 
 def test_a_read_of_unwritten_memory_depends_on_the_memory(run_command):
@@ -196,7 +196,7 @@ def test_a_read_of_unwritten_memory_depends_on_the_memory(run_command):
     row = r"^memory +filled with 0xa5 .* +diverged +step 0, forward: aten\.sum\.default +uninitialised_memory$"
     assert re.search(row, done.text, re.MULTILINE), done.text
     assert "it reads a tensor (float32 [1000]) that was allocated in the step" in " ".join(done.text.split())
-    assert "bit for bit; its bits depend on memory; kept in" in done.last
+    assert "bit for bit; its results depend on memory; kept in" in done.last
 
 
 # real processes
@@ -290,4 +290,4 @@ def test_hash_seed_and_threads_are_named(tmp_path):
     assert [entry.name for entry in hashing.environment] == ["env.PYTHONHASHSEED"]
     memory = compare_runs(home / "reference", home / "memory")
     assert (memory.verdict, memory.first_divergence.name) == ("diverged", "loss")
-    assert "repeats itself, bit for bit; its bits depend on threads, hash-seed, memory; kept in" in done.stdout
+    assert "repeats itself, bit for bit; its results depend on threads, hash-seed, memory; kept in" in done.stdout

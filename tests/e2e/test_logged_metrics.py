@@ -351,4 +351,4 @@ def test_a_draw_before_a_validation_is_named_where_no_step_is_recorded(tmp_path)
     session = Session("verify", reference, current=tmp_path / "current", on_divergence="collect", also="a draw")
     verdict = diverges(session, "differs", LambdaCallback(on_validation_start=draw))
     assert (verdict.verdict, verdict.cause, verdict.first_divergence.name) == ("diverged", "rng", "val/drawn")
-    assert "Seed the code that computes it: " in verdict.explanation
+    assert "The generator torch.cpu differs, so seed the code that computes the metric." in verdict.explanation

@@ -353,7 +353,7 @@ def test_misuse_says_what_to_do(reference, tmp_path):
     text = r"optimizers\[0\] \(AdamW\) updates 2 of 6 parameters that are not in model"
     with pytest.raises(SelectionError, match=text), new(model=part):
         pass
-    with pytest.raises(SelectionError, match="A step began within a step"):
+    with pytest.raises(SelectionError, match="A step began inside a step"):
         in_step(run := new(), loop, lambda batch: run.step(batch).__enter__())
     added = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     with pytest.raises(SelectionError, match=r"SGD stepped, but was not passed to TrainingRun.*all optimizers"):
@@ -364,7 +364,7 @@ def test_misuse_says_what_to_do(reference, tmp_path):
         pass
     with pytest.raises(SelectionError, match="Call resume_from before the with block"), new() as run:
         run.resume_from(2)
-    with pytest.raises(SelectionError, match="step must be a whole number from 0 on"):
+    with pytest.raises(SelectionError, match="step must be an integer >= 0"):
         new().resume_from(-1)
     with pytest.raises(SelectionError, match=r"The TrainingRun of .* is open already.*one run at a time"), new(), new():
         pass

@@ -238,7 +238,7 @@ def test_the_gradient_is_named_and_no_op_of_the_optimizer(optimizer, tmp_path):
     first = verdict.first_divergence
     assert (first.step, first.phase, first.name) == (1, "gradient", "grad of head.weight")
     assert (first.kind, first.is_origin, verdict.origins, verdict.cause) == ("content", None, (), "external_write")
-    assert "a raw kernel) changed grad of head.weight within the step" in verdict.explanation
+    assert "a raw kernel) changed grad of head.weight during the step" in verdict.explanation
 
 
 def test_the_parameter_is_named_whose_gradient_differs_where_all_are_clipped(tmp_path):

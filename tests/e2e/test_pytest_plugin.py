@@ -105,7 +105,7 @@ def recorded(tmp_path_factory: Any) -> Path:
 
     done = run_in(folder, "--determinism-record", "tests")
     assert done.status == 0, done.text
-    assert "references of trainings: 3 recorded\n" in done.text
+    assert "references of runs: 3 recorded\n" in done.text
     return folder
 
 
@@ -138,7 +138,7 @@ def test_what_is_equal_passes_and_is_not_recorded_again(project):
     ):
         done = run_in(project, *arguments, **variables)
         assert done.counts(passed=3), done.text
-        assert f"references of trainings: 3 {word}\n" in done.text
+        assert f"references of runs: 3 {word}\n" in done.text
     assert references(project) == before
     done = run_in(project, "--determinism-record", CI="true")
     assert done.status == 4
@@ -167,7 +167,7 @@ def test_a_difference_fails_its_test_and_is_recorded_where_that_is_asked_for(pro
     assert references(project) == before
     done = run_in(project, "-k", "plain", "--determinism-record", PLANTED="yes")
     assert done.counts(passed=1, deselected=2), done.text
-    assert "references of trainings: 1 re-recorded\n" in done.text
+    assert "references of runs: 1 re-recorded\n" in done.text
     assert run_in(project, "-k", "plain", PLANTED="yes").status == 0
     assert run_in(project, "-k", "plain").status == 1
     assert [name for name in os.listdir(project / "tests" / "__determinism__" / "test_net") if name[0] == "."] == []
@@ -214,7 +214,7 @@ def test_only_a_test_that_passes_keeps_what_it_recorded(project):
     before = references(project)
     done = run_in(project, "tests/test_bad.py", "--determinism-record", "-k", "not stops")
     assert done.counts(failed=4, deselected=1), done.text
-    assert "No training completed, so nothing was recorded for" in done.text
+    assert "No run completed, so nothing was recorded for" in done.text
     for text in ("AssertionError: the test's own", "give each a different name", "chooses mode itself"):
         assert text in done.text
     assert run_in(project, "tests/test_bad.py", "--determinism-record", "-k", "stops").status == 2
@@ -261,9 +261,9 @@ def test_a_function_with_a_loop_is_recorded_and_compared(tmp_path):
     (tmp_path / "tests" / "test_loop.py").write_text(textwrap.dedent(LOOP))
     done = run_in(tmp_path, "--determinism-record", "tests")
     assert done.counts(passed=2), done.text
-    assert "references of trainings: 3 recorded" in done.text
+    assert "references of runs: 3 recorded" in done.text
     done = run_in(tmp_path, "tests")
-    assert "references of trainings: 3 matched" in done.text
+    assert "references of runs: 3 matched" in done.text
     done = run_in(tmp_path, "tests", PLANTED="1")
     assert done.counts(failed=2), done.text
     assert re.search(r"^DIVERGED .*\(step 2\)", done.text, re.MULTILINE), done.text
@@ -272,7 +272,7 @@ def test_a_function_with_a_loop_is_recorded_and_compared(tmp_path):
     done = run_in(tmp_path, "tests/test_bad.py", "--determinism-record")
     assert done.counts(failed=2), done.text
     assert "takes a function with a training loop, but got 'train'" in done.text
-    assert "No training completed, so nothing was recorded for" in done.text
+    assert "No run completed, so nothing was recorded for" in done.text
 
 
 def test_references_that_no_test_uses_or_that_are_large_are_listed_where_all_tests_ran(project, monkeypatch):
@@ -311,7 +311,7 @@ def test_processes_of_xdist_report_together(project):
     shutil.rmtree(home / "test_net" / "TestNet.test_two[0.1]")
     done = run_fresh(project, "-n2", "--determinism-record=missing")
     assert done.status == 0, done.text
-    assert "references of trainings: 1 matched, 2 recorded\n" in done.text
+    assert "references of runs: 1 matched, 2 recorded\n" in done.text
     assert done.text.count("  tests/__determinism__/") == 1
 
 
@@ -364,4 +364,4 @@ def test_with_a_tolerance_numbers_are_compared_and_the_failure_shows_the_jump(tm
     assert "Jumps, the largest first" in done.text
     done = run_in(tmp_path, "-k", "numbers", PLANTED="shorter")
     assert done.counts(failed=1, deselected=1), done.text
-    assert "The training has different steps from its reference" in done.text
+    assert "The run has different steps from its reference" in done.text

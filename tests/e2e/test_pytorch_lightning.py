@@ -82,7 +82,7 @@ def test_a_script_is_recorded_verified_and_checked_as_it_is(run_command):
     assert (done.status, "\nDIVERGED\nStep 1" in done.text) == (1, True)
     assert run_command("check", "--level", "state", faults=["twin"]).status == 0
     done = run_command("check", "--level", "state", "--vary", "workers", faults=["twin", "augmentation"])
-    assert (done.status, "its bits depend on workers" in done.last) == (1, True)
+    assert (done.status, "its results depend on workers" in done.last) == (1, True)
 
 
 def test_what_one_package_recorded_the_other_repeats(tmp_path):

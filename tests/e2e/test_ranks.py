@@ -55,7 +55,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "data": (
         {"rank": 1, "phase": "data", "step": 2, "is_origin": False},
         "data_content",
-        ("it started on rank 1; rank 0 sent", REDUCED, "(ranks 0, 1 from step 2 on)"),
+        ("it started on rank 1; rank 0 sent", REDUCED, "(ranks 0 and 1 from step 2 on)"),
     ),
     "weights": (
         {"rank": 1, "phase": "state", "step": 2, "name": "last.bias", "is_origin": None},

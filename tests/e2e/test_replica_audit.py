@@ -59,7 +59,7 @@ def test_a_tensor_is_warned_of_once_and_the_training_goes_on(tmp_path):
     assert "replicas differ: 6 audits of 26 tensors on 2 ranks, the last after step 3" in said
     (line,) = [line for line in said.splitlines() if line.startswith("  last.bias: ")]
     assert re.fullmatch(r"  last\.bias: \w{16} on rank 1, and \w{16} on rank 0; neither is a majority", line)
-    assert "DivergenceWarning: The replicas of this training differ after step 2: 1 tensor on 2 ranks" in said
+    assert "DivergenceWarning: The replicas of this run differ after step 2: 1 tensor on 2 ranks" in said
     assert "DivergenceWarning" not in ended[1].output
 
 
@@ -89,7 +89,7 @@ def test_a_recording_of_drifting_replicas_is_no_reference_and_a_verdict_says_mor
         return run_ranks(lambda _: train(audited(), model=partial(Faulty, fault)), tmp_path / mode, status=status)
 
     ended = run("record", "weights", status=1, every=100)
-    assert all("ReplicaError: The replicas of this training differ after step 3" in one.output for one in ended)
+    assert all("ReplicaError: The replicas of this run differ after step 3" in one.output for one in ended)
     assert not Run.open(tmp_path / "run").is_complete
     shutil.rmtree(tmp_path / "run")
     ended = run("record", "none", status=0)

@@ -105,7 +105,7 @@ def test_what_a_tuner_saves_and_loads_is_no_resume(order, tmp_path, capsys):
         trainer = fit(*[callback, finder][::order], *others, model=tuned, default_root_dir=tmp_path)
         assert trainer.lightning_module.lr != 1e-2
         assert list(tmp_path.glob(".lr_find*")) == []
-        assert "will not be the same run" not in capsys.readouterr().out
+        assert "is resumed by Lightning alone" not in capsys.readouterr().out
         return trainer.global_step
 
     num_steps = train(DeterminismCallback(tmp_path / "run", mode="record", level="state"), SaveAfter(tmp_path, 4))
@@ -150,7 +150,7 @@ PLACED = type("Placed", (DataLoader,), {"load_state_dict": lambda self, state: N
 
 TWO = {"long": loader(), "short": DataLoader(Augmented(num_samples=6), batch_size=2)}
 DATA = "its training data is not a single DataLoader of torch that is made once and iterated by Lightning"
-MIDDLE = "a validation, or the hooks of an epoch's start; save at the end of a batch, a validation or an epoch"
+MIDDLE = "a validation, or the epoch-start hooks; save at the end of a batch, a validation or an epoch"
 MISSED = "before a validation or the end of an epoch, which Lightning skips on resume, and the"
 CHANGED = "(hooks of callbacks, a validation, an end of epoch), which Lightning skips on resume, changed"
 REASONS: dict[str, tuple[dict[str, Any], int, str]] = {  # options, after which batch it is saved, and why not
@@ -200,7 +200,10 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
     ({"model": lambda: Noisy().requires_grad_(False)}, "it, but the list of frozen parameters does not match"),
     ({"model": transposed}, "it, but the memory layout of first.weight (checkpoints do not save it: use contiguous())"),
     ({"model": noisy(on_fit_start=lambda self: delattr(self, "noise"))}, "cannot be restored: module.noise"),
-    ({"data": lambda: loader("none", shuffle=False)}, "the first 4 batches of the epoch, drawn again, differ"),
+    (
+        {"data": lambda: loader("none", shuffle=False)},
+        "the first 4 batches of the epoch differ when they are loaded again",
+    ),
     ({"accumulate_grad_batches": 2}, "but accumulate_grad_batches does not match"),
 ]
 
@@ -212,19 +215,19 @@ def test_another_training_is_refused(options, reason, saved):
 
 def test_missing_state_is_refused_or_said(saved, capsys):
     (saved / "7.ckpt.resume").rename(saved / "resume")
-    assert refused(saved, "7.ckpt").startswith("the state of rank 0 of 1, saved beside it, is missing")
+    assert refused(saved, "7.ckpt").startswith("the state of rank 0 of 1, saved next to it, is missing")
     (saved / "resume").rename(saved / "7.ckpt.resume")
     (saved / "7.ckpt.digests.json").unlink()
     with pytest.raises(DivergenceError):
         resume(saved, "7.ckpt")
-    said = "7.ckpt is resumed by Lightning alone: no saved state of generators and data is beside it."
+    said = "7.ckpt is resumed by Lightning alone: no saved state of generators and data is next to it."
     assert said in capsys.readouterr().out
 
 
 def test_a_finished_training(tmp_path):
     record(tmp_path, SaveAfter(tmp_path, 7, at="train_epoch_end"), max_epochs=1)
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    with pytest.raises(NothingComparedError, match="from a finished training, so there was no step to compare"):
+    with pytest.raises(NothingComparedError, match="from a finished run, so there was no step to compare"):
         resume(tmp_path, "7.ckpt", max_epochs=1)
     callback = DeterminismCallback(tmp_path / "run", mode="record", level="state")
     with pytest.raises(NothingComparedError, match=r"so there was no step to train, and .* is unchanged"):

@@ -65,7 +65,7 @@ def test_what_ran_before_is_named_where_the_executor_runs_other_ops(is_scripted,
         again(is_scripted=True, num_before=3)
     verdict = caught.value.verdict
     assert verdict.cause == "structure"
-    said = "TorchScript runs net, and its executor chooses ops by what the process ran before"
+    said = "TorchScript runs net, and its executor chooses ops depending on what the process ran before"
     assert said in verdict.explanation
 
 

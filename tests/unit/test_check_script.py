@@ -160,7 +160,7 @@ def test_what_is_known_best_decides_the_status(vary, ends, outcomes, code, check
     status, lines, _ = check(End(), End(verdict=MATCH), *played, options=f"--vary {vary}")
     expected = [[name, one.replace("_", " ")] for name, one in zip(vary.split(","), outcomes.split(), strict=True)]
     assert (status, table(lines)) == (code, [["plain", "match"], *expected])
-    assert f"bit for bit;{' its bits depend on hash-seed;' * (code == 1)} kept in" in lines[-1]
+    assert f"bit for bit;{' its results depend on hash-seed;' * (code == 1)} kept in" in lines[-1]
 
 
 @pytest.mark.parametrize(("options", "seed"), [("", None), ("", 7), ("--seed 0", 0)])

@@ -222,7 +222,7 @@ def test_damage_that_chains_do_not_see_makes_no_match_of_a_difference(tmp_path, 
     pair = many(tmp_path / "a"), many(tmp_path / "b")
     damage(pair[side], 2, 5)
     assert compare_by_chains(*pair).verdict == "match"  # of what was recorded
-    with pytest.raises(ReferenceFormatError, match="step 5 is not what its chain says"):
+    with pytest.raises(ReferenceFormatError, match="step 5 does not match its chain"):
         compare_runs(*pair)
 
 
@@ -230,7 +230,7 @@ def test_damage_that_chains_do_not_see_makes_no_match_of_a_difference(tmp_path, 
 def test_what_is_read_is_checked(tmp_path, step):
     reference, current = many(tmp_path / "a"), many(tmp_path / "b", changed=[(1, 10)])
     damage(current, 1, step)  # the first, the last equal one, the one that differs, and one after it
-    with pytest.raises(ReferenceFormatError, match=f"step {step} is not what its chain says"):
+    with pytest.raises(ReferenceFormatError, match=f"step {step} does not match its chain"):
         compare_by_chains(reference, current)
 
 

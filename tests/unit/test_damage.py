@@ -130,7 +130,7 @@ def test_a_manifest_that_is_not_that_of_the_files_is_refused(tmp_path, changes):
     run = record(tmp_path / "run", range(3), range(2), complete=False)
     append(resume(run), [1, 2], seed=1, complete=True)
     write_manifest(run, replace(read_manifest(run), **changes))
-    says = r"although run\.json has it|of another run, place, version"
+    says = r"although run\.json has it|from a different run, place, version"
     with pytest.raises(ReferenceFormatError, match=says) as caught:
         Run.open(run)
     assert str(run) in str(caught.value)

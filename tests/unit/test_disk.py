@@ -136,7 +136,7 @@ def test_show_and_diff_have_a_status_where_nothing_can_be_printed_or_read(json_o
     ):
         assert main(["diff", run, run, "--html", str(tmp_path / place), *json_option]) == 2
         shown = capsys.readouterr()
-        assert "the verdict stands" in shown.err
+        assert "the verdict is still valid" in shown.err
         assert says in shown.err
         assert json.loads(shown.out)["verdict"] == "match" if json_option else "MATCH" in shown.out
         assert main(["export", run, "--to", str(tmp_path / place)]) == (2 if "gone" not in place else 0)

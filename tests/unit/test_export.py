@@ -75,7 +75,7 @@ def test_what_cannot_be_exported_leaves_nothing_and_touches_nothing(tmp_path, ru
     file = stream_path(run, 1, 0, 0)
     content = file.read_bytes()
     file.write_bytes(content[:-20] + bytes([content[-20] ^ 1]) + content[-19:])
-    with pytest.raises(ReferenceFormatError, match="step 3 is not what its chain says"):
+    with pytest.raises(ReferenceFormatError, match="step 3 does not match its chain"):
         export_run(run, to)
     with pytest.raises(ReferenceNotFoundError):
         export_run(tmp_path / "nowhere", to)

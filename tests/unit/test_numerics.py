@@ -172,7 +172,7 @@ def test_wrong_arguments_are_refused():
     for error, text, options in (
         (ValueError, "iterations", {"iterations": 0}),
         (ValueError, "seed", {"seed": -1}),
-        (TypeError, "control is", {"control": print}),
+        (TypeError, "control must be", {"control": print}),
         (ValueError, "given together", {"rtol": 1e-3}),
         (ValueError, "not negative", {"rtol": -1.0, "atol": 0.0}),
         (ValueError, "finite", {"rtol": 0.0, "atol": float("inf")}),

@@ -45,6 +45,30 @@ def test_a_page_is_read_without_its_code_and_proselint_is_asked(tmp_path: Path) 
     assert lint(page) == (0, [])
 
 
+PATTERNS = {
+    "It repeats the step before.": "step before",
+    "A tensor differs that no op wrote.": "A tensor differs that",
+    "Ops run in another order.": "in another order",
+    "Two trainings agree.": "trainings",
+    "It is the same for each training.": "each training",
+    "An edge follows from a read.": "follows from",
+    "It warns, also after a resume.": ", also after",
+    "A file beside the run.": "beside the",
+    "Its content is not what its name says.": "is not what its",
+    "It is 1 in the reference, 2 now.": "in the reference, 2 now",
+}
+
+
+def test_a_pattern_of_ours_is_found_and_plain_english_is_not(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("\n\n".join(PATTERNS))
+    status, found = lint(page)
+    assert status == 1
+    assert [line.split("'")[1] for line in found] == [*PATTERNS.values()]
+    page.write_text("The training loop runs each training step. A step before the first one follows the setup.\n")
+    assert lint(page) == (0, [])
+
+
 def test_docstrings_comments_and_messages_of_a_module_are_read(tmp_path: Path) -> None:
     module = tmp_path / "module.py"
     module.write_text(MODULE)

@@ -64,7 +64,7 @@ OLD, MANY = {**FACTS, "torch.version": "2.12"}, {f"entry {number}": number for n
 @pytest.mark.parametrize(
     ("told", "said"),
     [
-        ([FACTS, FACTS, OLD, FACTS], 'version is "2.12" on rank 2, but "2.13" on ranks 0, 1, 3. Nothing was'),
+        ([FACTS, FACTS, OLD, FACTS], 'version is "2.12" on rank 2, but "2.13" on ranks 0, 1 and 3. Nothing was'),
         ([FACTS, {**FACTS, "weights": None}], 'weights is null on rank 1, but "00ff" on rank 0. Nothing was'),
         ([MANY, {}], "; and 4 more"),
     ],

@@ -250,7 +250,9 @@ def test_every_damaged_byte_and_another_version_are_found(tmp_path: Path, monkey
             reader(tmp_path).exchange(KEY, torch.randn(8), op="op", deferred=None)
     path.write_bytes(content)
     monkeypatch.setattr("det_callbacks.tensors.files.TENSORS_FORMAT_VERSION", 3)
-    with pytest.raises(ReferenceFormatError, match=r"step-000000012.*its format version is 1, and 3 is read here"):
+    with pytest.raises(
+        ReferenceFormatError, match=r"step-000000012.*its format version is 1, but this version reads 3"
+    ):
         reader(tmp_path).exchange(KEY, torch.randn(8), op="op", deferred=None)
 
 

@@ -75,7 +75,7 @@ def test_a_table_that_is_not_what_was_written_is_refused(tmp_path, kind, ours, t
         read(tmp_path, ours.id)
     write(tmp_path, theirs)
     files.table_path(tmp_path, kind, theirs.id).rename(path)
-    with pytest.raises(ReferenceFormatError, match="not what its name says"):
+    with pytest.raises(ReferenceFormatError, match="does not match the id in its name"):
         read(tmp_path, ours.id)
     path.unlink()
     write(tmp_path, ours)
@@ -111,11 +111,11 @@ def test_a_site_that_is_not_what_its_file_says_or_is_in_none_is_refused(tmp_path
     at = whole.schema.get_field_index("module")
     for changed in (whole.set_column(at, whole.schema.field("module"), modules), whole.slice(0, 2)):
         pq.write_table(changed, path)
-        with pytest.raises(ReferenceFormatError, match="not what its name says") as caught:
+        with pytest.raises(ReferenceFormatError, match="does not match the id in its name") as caught:
             read_program(tmp_path, program.id)
         assert str(path) in str(caught.value)
     path.unlink()
-    with pytest.raises(ReferenceFormatError, match=r"none of the files in .*sites has its site") as caught:
+    with pytest.raises(ReferenceFormatError, match=r"no file in .*sites has site \d+ of this program") as caught:
         read_program(tmp_path, program.id)
     assert str(files.table_path(tmp_path, "programs", program.id)) in str(caught.value)
 
@@ -289,7 +289,7 @@ def test_only_the_named_steps_are_selected():
     assert [step for step in range(10) if selection.selects_step(step)] == [3, 7]
     assert (selection.is_every_step, selection.shown_steps) == (False, "only_steps=[3, 7]")
     for only_steps in ((), (-1,), (1.0,), (True,), "812", 812, ("812",)):
-        with pytest.raises(SelectionError, match=r"only_steps must be numbers of steps, from 0, such as \[812\]"):
+        with pytest.raises(SelectionError, match=r"only_steps must be step numbers >= 0, such as \[812\]"):
             Selection(only_steps=only_steps)
     with pytest.raises(SelectionError, match=r"only_steps and every_n_steps=2 both choose"):
         Selection(only_steps=(4,), every_n_steps=2)

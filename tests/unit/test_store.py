@@ -132,7 +132,7 @@ def test_a_torn_tail_is_no_obstacle_and_what_an_attempt_went_on_from_cannot_get_
     rank = Run.open(path).rank(0)
     assert [rank.chain(0, step) for step in range(6)] == [straight.chain(0, step) for step in range(6)]
     file.write_bytes(file.read_bytes()[:-700])
-    with pytest.raises(ReferenceFormatError, match=r"attempt-001\.arrows is damaged: step 4 is not what its chain"):
+    with pytest.raises(ReferenceFormatError, match=r"attempt-001\.arrows is damaged: step 4 does not match its chain"):
         Run.open(path)
 
 

@@ -118,7 +118,7 @@ def test_what_is_no_run_of_whole_steps_is_damage(path):
         HEADER + first + bytes(400): cannot_be_read,
         HEADER + b"".join(messages([3, 3])): "follows step 3",
         HEADER + b"".join(messages([3, 2])): "follows step 3",
-        HEADER + first + third + END_OF_STREAM: "step 2 is not what its chain says",
+        HEADER + first + third + END_OF_STREAM: "step 2 does not match its chain",
         **{whole + more: cannot_be_read for more in (b"\0", second, END_OF_STREAM)},
     }
     for content, says in cases.items():
@@ -132,7 +132,7 @@ def test_a_file_of_another_place_version_or_kind_or_that_changes_after_it_was_op
     assert len(cases) == 6
     for other in (*cases, schema.remove(1)):
         header = other.serialize().to_pybytes()
-        with pytest.raises(ReferenceFormatError, match="is of another run, place, version or kind") as caught:
+        with pytest.raises(ReferenceFormatError, match="is from a different run, place, version or kind") as caught:
             open_stream(path, header + END_OF_STREAM)
         assert caught.value.path == str(path)
     with pytest.raises(ReferenceFormatError, match="cannot be read"):
@@ -168,7 +168,7 @@ def test_what_was_written_is_read_in_order_and_a_kill_loses_the_last_steps_only(
     path.write_bytes(content)
     writer.close()
     assert read() == rows
-    with pytest.raises(ReferenceFormatError, match="another run"):
+    with pytest.raises(ReferenceFormatError, match="from a different run"):
         read("another")
     path.write_bytes(b"nothing of ours")
     with pytest.raises(ReferenceFormatError, match="does not begin"):

@@ -22,7 +22,7 @@ from det_callbacks.internals.torch import storage_address
 MAX_SUM_BYTES = 32 * 1024 * 1024
 """Limit on the waiting sums of a stream."""
 
-_SUM_WORDS = 8  # of a block, 8 bytes each
+_SUM_WORDS = 8  # words of a block, 8 bytes each
 
 Span = tuple[torch.UntypedStorage, int, int]
 """Storage, first byte in it, number of bytes."""
@@ -35,8 +35,8 @@ _FAILURES = (AssertionError, AttributeError, ImportError, OSError, RuntimeError,
 class Launched:
     stream: Hashable
     sizes: tuple[int, ...]
-    sums: torch.UntypedStorage | None  # of the spans' blocks; None once they are hashed
-    hashes: torch.UntypedStorage  # of the spans' leaves, on the device
+    sums: torch.UntypedStorage | None  # sums of the spans' blocks; None once they are hashed
+    hashes: torch.UntypedStorage  # hashes of the spans' leaves, on the device
 
 
 class TritonDigest:

@@ -314,5 +314,5 @@ class DeterminismCallback(FollowedRun, pl.Callback):
         finally:
             self._stage.close()
         left, self._call = self._call, None
-        if left is not None:  # it had no batch
+        if left is not None:  # the fit had no batch
             raise NothingComparedError(no_metrics_text(left, reference=self.reference))

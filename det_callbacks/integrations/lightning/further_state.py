@@ -21,7 +21,7 @@ MAX_BYTES = 1 << 20  # limit on the tensors in the ``state_dict`` of a callback 
 class StateOfCallbacks:
     """Lists this state when a step begins, after all callbacks have finished the previous step.
 
-    It omits callbacks that only decide when a training stops or what is saved (EarlyStopping,
+    It omits callbacks that only decide when training stops or what is saved (EarlyStopping,
     ModelCheckpoint). It reads averaged weights in place, and the ``state_dict`` of other callbacks.
     """
 

@@ -1,4 +1,4 @@
-"""Proves that a resumed training repeats the uninterrupted one."""
+"""Proves that a resumed run matches an uninterrupted one."""
 
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -34,12 +34,12 @@ def prove_resume(
     level: Level = "op",
     resume: Resume = "exact",
 ) -> Verdict:
-    """Prove that a resumed training has the same bits as the uninterrupted one.
+    """Prove that a resumed run has the same bits as an uninterrupted one.
 
-    Three trainings start from the current generator states. The first trains ``steps`` steps and is
+    Three runs start from the current generator states. The first trains ``steps`` steps and is
     recorded. The second saves a checkpoint after ``stop_at`` steps (at an epoch's end in
-    ``on_train_epoch_end``), and is interrupted after it draws the next batch. The third resumes from the
-    checkpoint, and is verified. This costs slightly more than two traced trainings. The generators are
+    ``on_train_epoch_end``), and is interrupted after it loads the next batch. The third resumes from the
+    checkpoint, and is verified. This costs slightly more than two traced runs. The generators are
     restored at the end.
 
     With several processes, each must run the program: use ``strategy="ddp"``, a
@@ -59,7 +59,7 @@ def prove_resume(
         resume: as for DeterminismCallback; use "plain" to see the proof fail.
 
     Returns:
-        The verdict on the resumed training, or on the interrupted one if that already differs.
+        The verdict on the resumed run, or on the interrupted one if that already differs.
 
     Raises:
         SelectionError: ``stop_at`` or ``steps`` is out of range, the training ends too early, or the
@@ -122,16 +122,16 @@ def prove_resume(
     verdict = resumed.verdict
     steps_compared = None if verdict is None else verdict.coverage.steps
     if verdict is None or steps_compared is None or steps_compared[0] != stop_at:
-        raise NothingComparedError(f"The resumed training was not verified from step {stop_at} to its end.")
+        raise NothingComparedError(f"The resumed run was not verified from step {stop_at} to its end.")
     return verdict
 
 
 class TrainingInterruptedError(Exception):
-    """Interrupts a training between two batches, as Ctrl-C would."""
+    """Interrupts a fit between two batches, as Ctrl-C would."""
 
 
 class _End(pl.Callback):
-    """Ends a training after some batches; given a checkpoint's path, saves there and interrupts the training."""
+    """Ends a fit after some batches; given a checkpoint's path, saves there and interrupts the fit."""
 
     def __init__(self, num_steps: int, checkpoint: Path | None = None) -> None:
         self._num_steps, self._checkpoint = num_steps, checkpoint

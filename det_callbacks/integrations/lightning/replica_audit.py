@@ -19,7 +19,7 @@ from det_callbacks.training.replicas import Replicas
 
 @join_twins
 class ReplicaAuditCallback(Replicas, Callback):
-    """Compare the replicas of a training on several ranks with each other; needs no reference.
+    """Compare the replicas of a run on several ranks with each other; needs no reference.
 
     It compares digests of replicated state: under DDP all parameters, buffers and optimizer state; for
     DTensors (FSDP2, tensor parallelism) the parts replicated along a dimension of the mesh. It skips,

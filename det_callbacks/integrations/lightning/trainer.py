@@ -1,4 +1,4 @@
-"""Reads the ten facts of a training from a Trainer (Lightning 2.5 and 2.6)."""
+"""Reads the ten facts about the training from a Trainer (Lightning 2.5 and 2.6)."""
 
 # properties implement attributes, because a Trainer sets them after it makes its callbacks
 # mypy: disable-error-code="override"
@@ -88,7 +88,7 @@ class LightningTraining(Training):
 
     @property
     def num_drawn_ahead(self) -> int:
-        """One if the data has no length: the fetcher then draws a batch ahead."""
+        """One if the data has no length: the fetcher then loads a batch ahead."""
         fetcher = data_fetcher(self.trainer.fit_loop)
         return len(fetcher.batches) if isinstance(fetcher, either(PrefetchFetcher)) else 0
 

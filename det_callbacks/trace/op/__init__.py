@@ -1,1 +1,1 @@
-"""What one op does: what it reads and writes, and the sites that it makes."""
+"""What one op does: what it reads and writes, and the sites that it adds."""

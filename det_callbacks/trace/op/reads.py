@@ -142,7 +142,7 @@ class Reads:
     def read_generator(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], reads: list[int], names: list[InputName]
     ) -> None:
-        """Make a site for the state of the generator that a call draws from."""
+        """Add a site for the state of the generator that a call draws from."""
         step = self._step
         name, generator = generator_of(args, kwargs, self._generators.homes)
         position = len(step.digests)
@@ -155,7 +155,7 @@ class Reads:
     def read_unwritten(
         self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], reads: list[int], names: list[InputName]
     ) -> None:
-        """Make a site without bits for each tensor that a call reads and that no recorded op has filled.
+        """Add a site without bits for each tensor that a call reads and that no recorded op has filled.
 
         Arguments that the call only writes, or ignores, get none: they may be uninitialised.
         """

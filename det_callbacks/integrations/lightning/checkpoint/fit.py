@@ -50,7 +50,7 @@ def tensors_to_save(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
         for name, buffer in module.named_buffers():
             if name not in left_out and not isinstance(buffer, DTensor):
                 found[BUFFER + name] = buffer
-    with unobserved():  # a checkpoint may be saved within a step
+    with unobserved():  # a checkpoint may be saved inside a step
         return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in found.items()}
 
 
@@ -118,7 +118,7 @@ def generators(trainer: pl.Trainer) -> dict[str, Held]:
 
 def problems(trainer: pl.Trainer) -> Iterator[str]:
     loop, loaders = trainer.fit_loop, _loaders(trainer)
-    batches: Any = loop.epoch_loop.batch_progress  # its declared type lacks attributes
+    batches: Any = loop.epoch_loop.batch_progress  # declared type lacks attributes
     epochs: Any = loop.epoch_progress.current
     fetcher = data_fetcher(loop)
     validated = loop.epoch_loop.val_loop.batch_progress
@@ -145,7 +145,7 @@ def problems(trainer: pl.Trainer) -> Iterator[str]:
     is_validated = validated.is_last_batch and validated.current.ready == validated.current.completed
     is_in_epoch_start, is_in_validation = epochs.ready > epochs.started, trainer.validating and not is_validated
     if is_in_epoch_start or is_in_validation or batches.current.ready > batches.current.processed:
-        place = f"step {batches.total.processed}, a validation, or the hooks of an epoch's start"
+        place = f"step {batches.total.processed}, a validation, or the epoch-start hooks"
         yield f"it was saved in the middle of {place}; save at the end of a batch, a validation or an epoch"
 
 

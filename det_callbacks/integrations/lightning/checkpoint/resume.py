@@ -32,8 +32,8 @@ from det_callbacks.trace.state.generators import GeneratorReader
 from det_callbacks.trace.state.leaves import leaves
 
 _ENDED = (
-    "it was saved before a validation or the end of an epoch, which Lightning skips on resume, and the process or the "
-    "training ended before the next batch was drawn; save after that"
+    "it was saved before a validation or the end of an epoch, which Lightning skips on resume, and the run stopped "
+    "before the next batch; save after that"
 )
 _CHANGED = (
     "code that ran between it and the next batch (hooks of callbacks, a validation, an end of epoch), which Lightning "
@@ -44,14 +44,14 @@ _CHANGED = (
 class Resuming:
     """Saves and restores the state of one fit that Lightning's checkpoints omit.
 
-    It follows the drawing of batches (1 to 5 microseconds a batch); a save takes a pass over the weights.
+    It follows the loading of batches (1 to 5 microseconds per batch); a save takes a pass over the weights.
     """
 
     def __init__(self, trainer: pl.Trainer, peers: Peers, *, is_exact: bool) -> None:
         self._trainer = trainer
         self._peers = peers
         self._is_exact = is_exact
-        self._buckets: buckets.Buckets = ()  # of the resumed checkpoint
+        self._buckets: buckets.Buckets = ()  # buckets of the resumed checkpoint
         self._replaced = ReplacedMethods(PLACES)
         self._let_go: Callable[[], object] = lambda: None
         # saves since the last batch: path -> part, states of callbacks, whether the epoch had ended
@@ -61,7 +61,7 @@ class Resuming:
         self._tensors: dict[str, torch.Tensor] = {}
         self._position: DataPosition | None = None
         self._held: Mapping[str, Held] = {}
-        self.reader: GeneratorReader | None = None  # of the open fit
+        self.reader: GeneratorReader | None = None  # reader of the open fit
         self.idle: tuple[str, ...] | None = None  # generators unused when the checkpoint was saved
         self._restore_at_draw: Callable[[], object] | None = None
         if is_exact:
@@ -140,7 +140,7 @@ class Resuming:
             if sidecar is None or not sidecar.num_ranks:
                 return False
             if (saved := sidecar.num_ranks) != num_ranks:
-                self._refuse(f"it was saved by {saved} process{'es' * (saved > 1)}, but this training has {num_ranks}")
+                self._refuse(f"it was saved by {saved} process{'es' * (saved > 1)}, but this run has {num_ranks}")
             found = read_part(Path(path).resolve(), sidecar, rank)
             if found is None:
                 who = f"rank {rank} of {num_ranks}"
@@ -206,7 +206,7 @@ class Resuming:
                 # with max_steps Lightning considers the epoch unfinished, and would train a batch too many
                 own_class(loop, Loop).restarting.fset(loop, False)  # not the property of the fit loop
             else:
-                # Lightning counts an epoch as processed if a fit stopped within it
+                # Lightning counts an epoch as processed if a fit stopped inside it
                 for progress in (epochs.current, epochs.total):
                     progress.processed -= 1
                     progress.completed = min(progress.completed, progress.processed)
@@ -264,8 +264,8 @@ class Resuming:
         assert drawn is not None, "the loader was iterated over"
         if (drawn.num_drawn, drawn.first_digest) != (position.num_drawn, position.first_digest):
             self._refuse(
-                f"the first {position.num_drawn} batches of the epoch, drawn again, differ from those that it was "
-                "trained on: the data or its order changed"
+                f"the first {position.num_drawn} batches of the epoch differ when they are loaded again: the data or "
+                "its order changed"
             )
 
     def _restore(self, state: Part, tensors: Mapping[str, torch.Tensor]) -> None:

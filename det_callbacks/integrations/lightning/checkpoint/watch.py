@@ -1,6 +1,6 @@
 """Writes digests next to each checkpoint that Lightning saves, and checks each one that it loads.
 
-Rank 0 first removes the old sidecar, and last writes the new one, so that a kill in between leaves a
+Rank 0 first removes the old sidecar, and last writes the new one, so a kill in between leaves a
 checkpoint without digests.
 """
 
@@ -99,7 +99,7 @@ class CheckpointWatch:
         The path may differ between ranks, if it contains a metric.
         """
         trainer = self._trainer
-        id = uuid.uuid4().hex  # from the operating system: advances no generator
+        id = uuid.uuid4().hex  # random bits of the operating system: advances no generator
         # after an exception the other ranks may never save; then no exact resume is possible
         is_together = trainer.world_size == 1 or trainer.state.status != TrainerStatus.INTERRUPTED
         if trainer.world_size > 1 and is_together:
