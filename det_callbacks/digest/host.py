@@ -60,11 +60,9 @@ def digest_memory(address: int, nbytes: int) -> int:
 def digest_rows(address: int, num_rows: int, nbytes: int) -> list[int]:
     """Return the digest of each row of contiguous host memory; 0.2 microseconds each."""
     if 0 < nbytes < BLOCK_BYTES:
-        content = np.frombuffer(ctypes.string_at(address, num_rows * nbytes), dtype=np.uint8)
-        padded = np.zeros((num_rows, BLOCK_BYTES), dtype=np.uint8)
-        padded[:, :nbytes] = content.reshape(num_rows, nbytes)
-        view = memoryview(padded.data).cast("B")
-        return [xxh3_64_intdigest(view[start : start + BLOCK_BYTES]) for start in range(0, view.nbytes, BLOCK_BYTES)]
+        content = ctypes.string_at(address, num_rows * nbytes)
+        rows = [content[start : start + nbytes] for start in range(0, len(content), nbytes)]
+        return [xxh3_64_intdigest(row.ljust(BLOCK_BYTES, b"\0")) for row in rows]
     return [digest_memory(address + index * nbytes, nbytes) for index in range(num_rows)]
 
 
@@ -96,7 +94,7 @@ def digest_spans(spans: Sequence[tuple[int, int]]) -> list[int]:
 
     The second thread ends with the call, so that no pool exists at a fork or at exit.
     """
-    if sum(nbytes for _, nbytes in spans) < THREADED_BYTES:
+    if sum([nbytes for _, nbytes in spans]) < THREADED_BYTES:
         return [digest_memory(address, nbytes) for address, nbytes in spans]
     pieces = [
         (address + first, min(_PIECE_BYTES, nbytes - first))

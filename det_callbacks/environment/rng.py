@@ -113,14 +113,15 @@ def digest_generator(generator: Any) -> int:
 
 def state_bytes(generator: Any) -> bytes:
     """Return a generator's state, without a normal number that NumPy may hold back; takes 0.5 to 3 microseconds."""
-    if isinstance(generator, Generator):
-        state = generator.get_state()
-        return _bytes_at(state.data_ptr(), state.nbytes)
     if _is_python(generator):
         return _python_state(generator)
     bits = np.random.get_bit_generator() if generator is np.random else generator
     if isinstance(bits, np.random.MT19937):
         return _bytes_at(bits.ctypes.state_address, _MT19937_BYTES)
+    # last: for other classes torch asks a metaclass, in Python
+    if isinstance(generator, Generator):
+        state = generator.get_state()
+        return _bytes_at(state.data_ptr(), state.nbytes)
     return json.dumps(_read(bits)).encode()
 
 

@@ -10,6 +10,16 @@ OF_SAMPLERS = {"__class__": "of loaders and samplers: Python looks __iter__ and 
 _INHERITED = object()
 
 
+def wrapper_of(before: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that runs ``call(before, *args, **kwargs)``."""
+
+    @wraps(before)
+    def ours(*args: Any, **kwargs: Any) -> Any:
+        return call(before, *args, **kwargs)
+
+    return ours
+
+
 class ReplacedMethods:
     """Replaces methods until ``restore``; ``places`` has the reason for each."""
 
@@ -25,12 +35,7 @@ class ReplacedMethods:
     def around(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
         """Replace a method by one that runs ``call(method, *args, **kwargs)``."""
         before = getattr(owner, name)
-
-        @wraps(before)
-        def ours(*args: Any, **kwargs: Any) -> Any:
-            return call(before, *args, **kwargs)
-
-        self._set(owner, name, before, ours)
+        self._set(owner, name, before, wrapper_of(before, call))
 
     def has_replaced(self, owner: Any, name: str) -> bool:
         for one, known, *_ in self._replaced:  # noqa: SIM110  # at each step: a generator costs more

@@ -264,7 +264,7 @@ class HashMode:
         self._by_shape.clear()
         places = self.recorder.places
         places.parameter_names.clear()
-        places.parameter_names.update((id(value), name) for name, value in parameters)
+        places.parameter_names.update([(id(value), name) for name, value in parameters])
         if self.selection.level == "op" and (
             not places.names.known
             or any(places.names.of(value) != name for name, value in parameters if has_place(value))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from det_callbacks.runs.program import scalar_bits
 from det_callbacks.trace.op.call_graph import CallGraph, OpScope, StepCounts
-from det_callbacks.trace.op.components import parts_with_memory
+from det_callbacks.trace.op.components import has_parts, parts_of, parts_with_memory
 from det_callbacks.trace.op.deferred_sites import DeferredSites
 from det_callbacks.trace.op.layouts import LayoutSlot, LayoutTable
 from det_callbacks.trace.op.storages import StorageLedger
@@ -82,14 +82,16 @@ class Step:
                 bits = self.deferred.bits.get(writer, self.digests[writer])
                 self.append_bits(self.deferred.defer(len(self.digests), bits), slot)
                 return
-        self.append(tensor)
+        self.append(tensor, slot)
 
     def layout_of(self, position: int) -> LayoutSlot:
         return self.layouts.order[self.layout_indices[position]]
 
     def writers_of(self, tensor: Tensor) -> list[int]:
         """Return the sites in this step that wrote a tensor's bytes."""
-        return sorted({writer for part in parts_with_memory(tensor) for writer in self.ledger.writers_of(part)})
+        if not has_parts(tensor):
+            return self.ledger.writers_of(tensor)
+        return sorted({writer for part in parts_of(tensor) for writer in self.ledger.writers_of(part)})
 
     def forget(self, tensor: Tensor) -> None:
         """Record an unseen write to a tensor, or to its parts."""

@@ -166,6 +166,7 @@ class DeferredDigests:
     def __init__(self) -> None:
         self.is_used = False  # whether any device computes digests
         self._queues: dict[torch.device, DigestQueue | None] = {}
+        self._used: list[DigestQueue] = []
         self._forget_copies()
 
     def computes_on(self, device: torch.device) -> bool:
@@ -204,11 +205,11 @@ class DeferredDigests:
             self._note_copy(target.device)
 
     def before_write(self, storage: torch.UntypedStorage) -> None:
-        for queue in self._used():
+        for queue in self._used:
             queue.before_write(storage)
 
     def before_any_write(self) -> None:
-        for queue in self._used():
+        for queue in self._used:
             queue.before_any_write()
 
     def unhold(self, storage: torch.UntypedStorage) -> None:
@@ -216,7 +217,7 @@ class DeferredDigests:
             queue.unhold(storage)
 
     def flush(self) -> None:
-        for queue in self._used():
+        for queue in self._used:
             queue.flush()
 
     def finish(self) -> Known:
@@ -229,7 +230,7 @@ class DeferredDigests:
 
     def discard(self) -> None:
         self._forget_copies()
-        for queue in self._used():
+        for queue in self._used:
             queue.discard()
 
     def _note_copy(self, device: torch.device) -> None:
@@ -241,14 +242,13 @@ class DeferredDigests:
         self._copies: dict[torch.cuda.Stream, torch.cuda.Event] = {}  # the last on each stream
         self._sources: list[torch.Tensor] = []
 
-    def _used(self) -> Iterable[DigestQueue]:
-        return [queue for queue in self._queues.values() if queue is not None] if self.is_used else ()
-
     def _queue_of(self, device: torch.device) -> DigestQueue | None:
         if device in self._queues:
             return self._queues[device]
         with unobserved():
             method = device_choice(device).method
         queue = self._queues[device] = None if method is None else DigestQueue(method)
-        self.is_used |= queue is not None
+        if queue is not None:
+            self._used.append(queue)
+            self.is_used = True
         return queue

@@ -37,7 +37,7 @@ class GraphCaptures:
 
     def is_captured(self) -> bool:
         """Return whether a CUDA graph is being captured; if so, count the op as skipped, since it computes nothing."""
-        if not self.is_capturing():
+        if not (self.begun and self.is_capturing()):
             return False
         self._step.counts.skipped["captured"] += 1
         return True

@@ -146,8 +146,9 @@ class CallNode:
     def is_call(self, call: tuple[Any, ...]) -> bool:
         """Return whether a call equals this one, ignoring the arguments that are not tensors."""
         func, phase, scope, _, *rest = call
-        known = [self.reads, self.names, self.num_outputs, self.keywords]
-        return self.func is func and self.phase == phase and self.scope == scope and known[: len(rest)] == rest
+        if self.func is not func or self.phase != phase or (self.scope is not scope and self.scope != scope):
+            return False
+        return [self.reads, self.names, self.num_outputs, self.keywords][: len(rest)] == rest
 
 
 NOWHERE = OpScope(module="")
@@ -265,16 +266,11 @@ class CallGraph:
         """Go to a call that is given with positions (see ``go_to``); its rows follow those that have labels."""
         func, phase, scope, consts, positions, *rest = call
         reads = self.labels_of(positions, len(self.labels), edges)
+        call = (func, phase, scope, consts, reads, *rest)
         node = self.at.likely
-        is_likely = (
-            node is not None
-            and node.made.step != self.step
-            and node.is_call((func, phase, scope, consts, reads, *rest))
-            and self.takes(node, consts)
-        )
-        if node is not None and is_likely:
+        if node is not None and node.made.step != self.step and node.is_call(call) and self.takes(node, consts):
             return self.advance(node)
-        return self.go_to((func, phase, scope, consts, reads, *rest), positions, build)
+        return self.go_to(call, positions, build)
 
     def go_to(
         self,

@@ -1,6 +1,6 @@
 """Random generators in a step: an op that draws reads its generator's state; the ledger records all generators."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -64,12 +64,10 @@ class GeneratorReader:
         return tuple(name for name, generator in process_generators() if self.read(name, generator) == IDLE)
 
 
-def process_generators(homes: Homes | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield (name, generator) for readable generators of the process; during a capture, without those of devices."""
-    yield from PROCESS.items()
-    for name, generator in used_generators(homes):
-        if is_readable(generator):
-            yield name, generator
+def process_generators(homes: Homes | None = None) -> list[tuple[str, Any]]:
+    """Return (name, generator) for readable generators of the process; during a capture, without those of devices."""
+    of_devices = [(name, generator) for name, generator in used_generators(homes) if is_readable(generator)]
+    return [*PROCESS.items(), *of_devices]
 
 
 class GeneratorTrail:

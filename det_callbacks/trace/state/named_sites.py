@@ -82,13 +82,14 @@ class NamedSites:
             edges: Sequence[int] = ()
             is_plain = value.__class__ in PLAIN and value.layout is STRIDED and value.is_cpu and not value.is_nested
             storage = value.untyped_storage() if is_plain else None
-            known: Any = writers.get(storage_address(storage)) if storage is not None else None
+            place = storage_address(storage) if storage is not None else 0
+            known: Any = writers.get(place)
             if storage is not None and known.__class__ is not PartialWrites:
                 edges = () if known is None else (known,)
                 slot = layouts.slots.get((value.dtype, value.shape, value.stride())) or layouts.of(value)
                 address = address_of(value)
                 if slot.num_bytes:
-                    found.setdefault((storage_address(storage), address), name)
+                    found.setdefault((place, address), name)
                 if slot.is_row_major and address and not value.is_neg() and storage.nbytes() >= slot.num_bytes:
                     spans.append((address, slot.num_bytes))
                 else:
@@ -239,7 +240,7 @@ class StateWalker:
 
     def walk(self, *kinds: str) -> list[tuple[str, Tensor]]:
         """Return (name, tensor) pairs from the attributes ``kinds`` of the modules, "_parameters" or "_buffers"."""
-        if not self._modules or any(children != _children_of(module) for _, module, children in self._modules):
+        if not self._is_known():
             self._modules = [
                 (f"{name}." if name else "", module, _children_of(module))
                 for name, module in self._root.named_modules()
@@ -253,6 +254,12 @@ class StateWalker:
                         known.add(id(value))
                         entries.append((prefix + name, value))
         return entries
+
+    def _is_known(self) -> bool:
+        for _, module, children in self._modules:  # twice in a step: ``any`` costs more
+            if children != _children_of(module):
+                return False
+        return bool(self._modules)
 
 
 def _children_of(module: nn.Module) -> tuple[int, ...]:
