@@ -62,7 +62,7 @@ class CheckpointReport:
         sections: section -> number of entries compared.
         num_tensors: number of tensors compared.
         num_bytes: size of the file or files.
-        sidecar: the digests beside the checkpoint; None if two checkpoints were compared.
+        sidecar: the digests next to the checkpoint; None if two checkpoints were compared.
 
     Examples:
         >>> torch.save({"state_dict": {"weight": torch.zeros(2)}}, "first.ckpt")
