@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-trl = pytest.importorskip("trl", reason="trl is not installed")
-peft = pytest.importorskip("peft", reason="peft is not installed")
+pytest.importorskip("trl", reason="trl is not installed")
+pytest.importorskip("peft", reason="peft is not installed")
 
+import peft
+import trl
 from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
