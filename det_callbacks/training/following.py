@@ -29,7 +29,14 @@ _OWN_ROOMS = ("det_callbacks.training", "det_callbacks.integrations", "det_callb
 
 
 class FollowedRun(RunArguments):
-    """The arguments of a run, and the session that follows its training; subclasses call its methods."""
+    """The arguments of a run, and the session that follows its training; an integration is a subclass.
+
+    It calls, in this order: ``_open_stage`` before the fit builds anything; ``_begin_fit`` when weights and a
+    checkpoint are loaded; ``_follow`` when the loaders exist; for each step ``_begin_step`` and ``_end_step``;
+    ``_end_training`` after the last one; and ``_stop`` instead if an exception ends the fit. ``_stage.close`` always
+    comes last. For a call that compares only metrics (a validation or a test), ``_begin`` and ``_end`` follow
+    ``_open_stage``.
+    """
 
     _training: Training
 

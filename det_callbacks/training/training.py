@@ -48,9 +48,11 @@ class LoaderFollower:
 
 
 class Training:
-    """Ten facts about the training; each integration has a subclass that reads them from its framework.
+    """The facts about the training; each integration has a subclass that reads them from its framework.
 
-    The tenth, where a fit begins and ends, is determined by when the integration calls its run.
+    Required are the attributes without a value: ``choices``, ``hooks``, ``loaders``, ``module``, ``optimizers`` and
+    ``folder``. A subclass overrides the others, and the methods, if its framework knows more. Where a fit and a step
+    begin and end is determined by when the integration calls its run (``FollowedRun``).
     """
 
     base_phase = "other"  # phase of ops outside ``mark_forward``, a backward pass and an optimizer

@@ -100,7 +100,7 @@ class DeterminismCallback(FollowedRun, pl.Callback):
     """
 
     _training: LightningTraining
-    gives_way = False  # whether another callback of the Trainer records instead
+    gives_way = False  # whether this callback leaves the Trainer to another one
 
     @override
     def _begin_closed(self) -> None:

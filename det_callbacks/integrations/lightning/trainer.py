@@ -1,4 +1,4 @@
-"""Reads the ten facts about the training from a Trainer (Lightning 2.5 and 2.6)."""
+"""Reads the facts about the training from a Trainer (Lightning 2.5 and 2.6)."""
 
 # properties implement attributes, because a Trainer sets them after it makes its callbacks
 # mypy: disable-error-code="override"
