@@ -88,13 +88,13 @@ def test_a_second_restore_does_nothing():
         assert settings_in_force()["seed"] == 4
 
 
-def test_nothing_stays_half_applied(monkeypatch):
+def test_nothing_stays_half_applied():
     def refuse(value: str) -> None:
-        monkeypatch.undo()  # the way back uses the same function
+        patched.undo()  # the way back uses the same function
         raise KeyError(value)
 
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", refuse)
-    with pytest.raises(KeyError, match="medium"):
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(KeyError, match="medium"):
+        patched.setattr(torch, "set_float32_matmul_precision", refuse)
         enforce_determinism(DeterminismSettings(seed=1, float32_matmul_precision="medium"))
 
 
