@@ -2,10 +2,9 @@
 
 import operator
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any
+from typing import Any, NoReturn
 
 from typing_extensions import override
 
@@ -18,16 +17,29 @@ from det_callbacks.runs.peers import END_OF_FIT, Peers
 from det_callbacks.runs.place import DISAGREEMENT
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.runs.writer import RunWriter
+from det_callbacks.tensors.files import KeptCounts
 from det_callbacks.text import count
 from det_callbacks.training.arguments import RunArguments
 from det_callbacks.training.session import FIT, TracedSession
 from det_callbacks.verify.verification import Verification
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RankAtEnd:
+    """What one rank has done by the end of a fit."""
+
+    num_steps: int  # new ones
+    num_sites: int
+    num_bytes: int
+    num_agreed: int  # repeated steps that match those already recorded
+    has_diverged: bool
+    kept: KeptCounts | None
+
+
 class Recording(TracedSession):
     """Writes the fits of one run as a reference.
 
-    A resumed fit continues the existing run, and compares the steps that it repeats.
+    A resumed fit continues the existing run, and ``detector`` compares the steps that it repeats.
     """
 
     run: RunWriter
@@ -40,23 +52,13 @@ class Recording(TracedSession):
 
     @override
     def begin(self, *, is_resumed: bool = False, call: str | None = None) -> None:
-        has_fit, overwrite = FIT in self.stages, self.arguments.overwrite
+        has_fit = FIT in self.stages  # an earlier one: the next line adds this stage
         super().begin(is_resumed=is_resumed, call=call)
         self._num_before_call = self._num_metrics
         # if steps are selected, the first recorded one may come later
         self._is_resuming = is_resumed and self.arguments.selection.is_every_step
         if self.run is None:
-            goes_on = is_resumed and not overwrite
-            options: dict[str, Any] = {"manifest": self.manifest, "peers": self.peers}
-            if goes_on and self.peers.broadcast((self.path / "run.json").exists, task=f"looking for {self.path}"):
-                self.run = RunWriter.resume(self.path, **options)
-                assert self.run.earlier is not None, "it is resumed"
-                # the run's folder holds diverging steps until the attempt is discarded
-                self.detector = Verification(self.run.earlier, self.path / DISAGREEMENT, steps="common", **options)
-                for segment in range(self.run.segment + 1):
-                    self.detector.begin_fit(segment, is_resumed=True, is_every_step=self._is_resuming)
-            else:
-                self.run = RunWriter.create(self.path, overwrite=overwrite, **options)
+            self._open_run(continues=is_resumed and not self.arguments.overwrite)
         elif call is None:
             self.detector = None
             if has_fit:
@@ -67,21 +69,34 @@ class Recording(TracedSession):
             self.may_stop = self.detector is not None
             self._begin_saving(self.run.stream, self.run.segment, self.run.manifest, is_recording=True)
 
+    def _open_run(self, *, continues: bool) -> None:
+        options: dict[str, Any] = {"manifest": self.manifest, "peers": self.peers}
+        if continues and self.peers.broadcast((self.path / "run.json").exists, task=f"looking for {self.path}"):
+            self.run = RunWriter.resume(self.path, **options)
+            assert self.run.earlier is not None, "it is resumed"
+            # the run's folder holds diverging steps until the attempt is discarded
+            self.detector = Verification(self.run.earlier, self.path / DISAGREEMENT, steps="common", **options)
+            for segment in range(self.run.segment + 1):
+                self.detector.begin_fit(segment, is_resumed=True, is_every_step=self._is_resuming)
+        else:
+            self.run = RunWriter.create(self.path, overwrite=self.arguments.overwrite, **options)
+
     @override
     def _add(self, trace: StepTrace, *, step: int, epoch: int) -> bool:
-        run, earlier = self.run, self.detector
+        run, detector = self.run, self.detector
         if self._is_resuming:
             self._is_resuming = False
             run.note_resumed(step)
-        if earlier is not None and earlier.holds(step):
+        if detector is not None and detector.holds(step):
             # ranks continue until they stop together
-            differs = earlier.add(trace, step=step, epoch=epoch)
+            differs = detector.add(trace, step=step, epoch=epoch)
             self.replay.end_step(differs=differs)
             self._has_diverged |= differs
             has_saved = self.replay.saved is not None and self.replay.saved.exists
             # after a new step the chain continues over all steps
-            if self._has_diverged or not self.num_steps or has_saved:
-                self.chain = earlier.chain(step)
+            keeps_recorded_step = self._has_diverged or not self.num_steps or has_saved
+            if keeps_recorded_step:
+                self.chain = detector.chain(step)
                 return self._has_diverged
         else:
             self.replay.write(step)  # before the step itself
@@ -93,18 +108,19 @@ class Recording(TracedSession):
             run.put_layout(trace.layout)
         run.put_values(step, trace.values)
         if self.keeper is not None:
-            self.keeper.write(trace, step)  # likewise
+            self.keeper.write(trace, step)  # before the step itself
         self.chain = run.append(step, epoch, trace.program.id, trace.layout_id, trace.digests)
         return False
 
     @override
     def put_metrics(self, reading: Reading) -> bool:
-        earlier = self.detector if self.call is None else None
-        # else an attempt that was interrupted there
-        if earlier is None or not earlier.goes_beyond(reading.step):
+        detector = self.detector if self.call is None else None
+        # an earlier attempt that was interrupted at this step may lack the reading
+        is_new = detector is None or not detector.has_later_step(reading.step)
+        if is_new:
             self._num_metrics += len(reading.metrics)
             self.run.put_reading(reading)
-        differs = earlier is not None and earlier.add_metrics(reading)
+        differs = detector is not None and detector.add_metrics(reading)
         self._has_diverged |= differs
         return differs
 
@@ -117,38 +133,45 @@ class Recording(TracedSession):
         if self.call is not None:
             self._end_call(self.call)
             return
-        earlier, selection = self.detector, self.arguments.selection
-        ended = self.peers.gather(self._at_end, task=END_OF_FIT)
-        if any(end["has_diverged"] for end in ended) and earlier is not None:
-            self._take_back(earlier, ended)
+        detector, selection = self.detector, self.arguments.selection
+        ranks: list[_RankAtEnd] = self.peers.gather(self._at_end, task=END_OF_FIT)
+        diverged = next((rank for rank in ranks if rank.has_diverged), None)
+        if detector is not None and diverged is not None:
+            self._raise_disagreement(detector, diverged)
         self._end_comparison()
-        if not all(end["num_steps"] or end["num_agreed"] for end in ended):
+        if not all(rank.num_steps or rank.num_agreed for rank in ranks):
             self._discard()
             selected = "" if self.is_resumed else selection.shown_steps
             raise NothingComparedError(closing_lines.nothing_recorded_text(path=self.path, selected=selected))
         self.run.close(complete=True)
+        kept = [rank.kept for rank in ranks if rank.kept is not None]
         self._print_once(
             closing_lines.recorded_line(
-                path=self._place,
-                **{name: sum(end[name] for end in ended) for name in ("num_steps", "num_sites", "num_bytes")},
+                path=self._shown_path,
+                num_steps=sum(rank.num_steps for rank in ranks),
+                num_sites=sum(rank.num_sites for rank in ranks),
+                num_bytes=sum(rank.num_bytes for rank in ranks),
                 level=closing_lines.level_words(selection.level, selection.compiled, self._regions),
                 saved=self.replay.to_dict(),
-                num_agreed=None if earlier is None else sum(end["num_agreed"] for end in ended),
+                num_agreed=None if detector is None else sum(rank.num_agreed for rank in ranks),
                 num_ranks=self.peers.world_size,
-                kept=None if self.keeper is None else reduce(operator.add, (end["kept"] for end in ended)),
+                kept=reduce(operator.add, kept) if kept else None,
                 num_metrics=self._num_metrics,
             )
         )
         if self.peers.rank == 0 and (text := findings_line(self.run.path)):
             self.print_line(text)
+        self._warn_of_unused_patterns()
+
+    def _warn_of_unused_patterns(self) -> None:
         for done, found in (("saved for the replay", self.op_replay), ("kept for the keep_tensors", self.keeper)):
             if found is not None and found.unused:
                 unused = ", ".join(map(repr, found.unused))
-                text = (
+                self._warn_once(
                     f"Nothing was {done} patterns {unused}, because no op that they match ran (inputs and outputs of "
+                    "compiled regions are not ops). det-callbacks show RUN --step N lists the ops that ran.",
+                    CoverageWarning,
                 )
-                text += "compiled regions are not ops). det-callbacks show RUN --step N lists the ops that ran."
-                self._warn_once(text, CoverageWarning)
 
     def _end_call(self, call: str) -> None:
         before, now = self.peers.broadcast(lambda: [self._num_before_call, self._num_metrics], task=END_OF_FIT)
@@ -159,34 +182,40 @@ class Recording(TracedSession):
                 self._discard()
             if now == before:
                 raise NothingComparedError(closing_lines.no_metrics_text(call, reference=self.path))
-        self._print_once(closing_lines.recorded_call_line(call, path=self._place, num_metrics=now - before))
+        self._print_once(closing_lines.recorded_call_line(call, path=self._shown_path, num_metrics=now - before))
 
     @property
-    def _place(self) -> str:
-        place = self.run.path
-        return str(place) if place == self.path else f"{place}; {self.path} is unchanged"
+    def _shown_path(self) -> str:
+        path = self.run.path
+        return str(path) if path == self.path else f"{path}; {self.path} is unchanged"
 
-    def _at_end(self) -> dict[str, Any]:
+    def _at_end(self) -> _RankAtEnd:
         try:
             self.run.flush_evidence()  # rank 0 reads it for findings
         except WriteError:
             self.run.close(complete=False)
             raise
-        return {
-            "num_steps": self.num_steps,
-            "num_sites": self.num_sites,
-            "num_bytes": self.run.bytes_written,
-            "kept": None if self.keeper is None else self.keeper.counts,
-            "num_agreed": 0 if (one := self.detector) is None else one.tally.num_steps - (one.tally.num_differing > 0),
-            "has_diverged": self._has_diverged,
-        }
+        return _RankAtEnd(
+            num_steps=self.num_steps,
+            num_sites=self.num_sites,
+            num_bytes=self.run.bytes_written,
+            num_agreed=self._num_agreed(),
+            has_diverged=self._has_diverged,
+            kept=None if self.keeper is None else self.keeper.counts,
+        )
 
-    def _take_back(self, earlier: Verification, ended: Sequence[Mapping[str, Any]]) -> None:
+    def _num_agreed(self) -> int:
+        if self.detector is None:
+            return 0
+        tally = self.detector.tally
+        # the step that differs is the last one that was compared
+        return tally.num_steps - 1 if tally.num_differing else tally.num_steps
+
+    def _raise_disagreement(self, detector: Verification, diverged: _RankAtEnd) -> NoReturn:
         self._discard()
-        verdict = self.verdict = replace(earlier.finish(is_early=True), current=str(self.path))
+        verdict = self.verdict = replace(detector.finish(is_early=True), current=str(self.path))
         self._end_comparison()
-        first = next(end for end in ended if end["has_diverged"])
-        counts = {"num_agreed": first["num_agreed"], "num_dropped": first["num_steps"]}
+        counts = {"num_agreed": diverged.num_agreed, "num_dropped": diverged.num_steps}
         text = disagreement_text(verdict, path=self.path, **counts, rank=self.peers.rank)
         raise divergence_error(text, verdict)
 
@@ -207,15 +236,15 @@ class Recording(TracedSession):
     def stop(self, reason: str) -> None:
         self._end_comparison()
         if self.call is not None and FIT in self.stages:
-            what = f"so {self.path} records nothing of it"
-            self.print_line(f"det_callbacks: {self.call} was stopped by {reason}, {what}")
+            self.print_line(f"det_callbacks: {self.call} was stopped by {reason}, so {self.path} records nothing of it")
             return
+        has_nothing_new = not self.num_steps and not (self.call and self._num_metrics)
         # only all ranks together may discard a resumed attempt
         may_discard = self.detector is None or self.peers.world_size == 1
-        if may_discard and not self.num_steps and not (self.call and self._num_metrics):
+        if has_nothing_new and may_discard:
             self._discard()
-            what = f"before its first new step: {self.path} is unchanged"
+            when = f"before its first new step: {self.path} is unchanged"
         else:
             self.run.close(complete=False)
-            what = f"after {count(self.num_steps, 'step')}: incomplete, in {self._place}"
-        self.print_line(f"det_callbacks: recording{self._of_rank} stopped by {reason} {what}")
+            when = f"after {count(self.num_steps, 'step')}: incomplete, in {self._shown_path}"
+        self.print_line(f"det_callbacks: recording{self._of_rank} stopped by {reason} {when}")

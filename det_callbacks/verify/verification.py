@@ -183,7 +183,7 @@ class Verification:
         """Return whether the reference has a step of this fit."""
         return step in self._known
 
-    def goes_beyond(self, step: int) -> bool:
+    def has_later_step(self, step: int) -> bool:
         """Return whether the reference has a later step of this fit."""
         return max(self._known, default=-1) > step
 
