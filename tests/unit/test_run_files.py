@@ -84,7 +84,7 @@ def test_a_table_that_is_not_what_was_written_is_refused(tmp_path, kind, ours, t
     changes = [
         (whole.replace_schema_metadata({**metadata, b"format_version": b"2"}), "format version"),
         (whole.replace_schema_metadata(None), "format version"),
-        (whole.append_column("more", pa.array([1, 2, 3])), "columns are others"),
+        (whole.append_column("more", pa.array([1, 2, 3])), "columns are not those of a run"),
         (whole.set_column(0, whole.schema.field(0), pa.array([0, 2, 1], pa.int32())), "rows are not in order"),
     ]
     if kind == "programs":  # what its name leaves out
@@ -273,5 +273,5 @@ def test_only_the_named_steps_are_selected():
     for only_steps in ((), (-1,), (1.0,), (True,), "812", 812, ("812",)):
         with pytest.raises(SelectionError, match=r"only_steps must be step numbers >= 0, such as \[812\]"):
             Selection(only_steps=only_steps)
-    with pytest.raises(SelectionError, match=r"only_steps and every_n_steps=2 both choose"):
+    with pytest.raises(SelectionError, match=r"only_steps and every_n_steps=2 both select"):
         Selection(only_steps=(4,), every_n_steps=2)
