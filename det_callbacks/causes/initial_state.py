@@ -31,8 +31,8 @@ def _advise(facts: Facts) -> str:
     names = [name for name in facts.initial_sources if name not in facts.further]
     if not names:
         return (
-            f"{facts.initial_sources[0]} differs before the first step, so give both runs the same schedulers, gradient "
-            "scaler and averaged weights, with the same arguments"
+            f"{facts.initial_sources[0]} differs before the first step, so give both runs the same schedulers, "
+            "gradient scaler and averaged weights, with the same arguments"
         )
     random = [name for name in names if name not in facts.evidence.constants]
     if not random:
