@@ -27,12 +27,12 @@ def find(facts: Facts) -> Answer | None:
 def _advise(facts: Facts) -> str:
     state = [one.divergence for one in facts.sources if one.divergence.phase == "state"]
     if any(one.kind != "content" for one in state):
-        return "Build the same model: some tensors have a different name, shape or dtype, or exist in one run only"
+        return "Some tensors have a different name, shape or dtype, or exist in one run only, so build the same model"
     names = [name for name in facts.initial_sources if name not in facts.further]
     if not names:
         return (
-            "Give both runs the same schedulers, gradient scaler and averaged weights, with the same arguments: "
-            f"{facts.initial_sources[0]} differs before the first step"
+            f"{facts.initial_sources[0]} differs before the first step, so give both runs the same schedulers, "
+            "gradient scaler and averaged weights, with the same arguments"
         )
     random = [name for name in names if name not in facts.evidence.constants]
     if not random:
@@ -43,8 +43,8 @@ def _advise(facts: Facts) -> str:
     num_random = len(facts.random_initial)
     if num_random < 2 or 2 * len(random) <= num_random:
         return (
-            f"Set the seed first, and check how {random[0]} is initialised or loaded: the code, the loaded weights or "
-            "the random numbers drawn before it differ"
+            "The code, the loaded weights or the random numbers drawn earlier differ, so set the seed first, and check "
+            f"how {random[0]} is initialised or loaded"
         )
     change = next((one for one in facts.evidence.other_starts if one.is_reseeded), None)
     if change is None:

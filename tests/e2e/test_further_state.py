@@ -192,7 +192,7 @@ def test_a_callback_whose_state_changes_between_steps_is_named(tmp_path: Path) -
     verdict = verdict_of(tmp_path, Ema(draws_at=4))
     assert (verdict.cause, verdict.first_divergence.step) == ("external_write", 4)
     assert "changed state of Ema: ['weights'] between step 3 and step 4" in verdict.explanation
-    assert "; on_train_batch_end of Ema" in verdict.explanation
+    assert "; Ema.on_train_batch_end" in verdict.explanation
 
 
 def test_a_large_state_is_left_to_the_checkpoint_and_reported(tmp_path, capsys):

@@ -150,7 +150,7 @@ def test_it_has_no_script_and_no_address_and_no_text_of_a_run_is_markup(tmp_path
     page = Page(write_report(tmp_path / "report.html", verdict, **paths))
     assert page.text.count("{{ 7*7 }}") > 20
     assert "Where replay restored saved tensors, the map shows a match." in page.text
-    assert f"replayed: {NASTY}: 3 tensors put back, 2 of them differed, 0.5 MiB a step" in page.text
+    assert f"replayed: {NASTY}: 3 tensors restored, 2 of them differed, 0.5 MiB a step" in page.text
 
     tags = [tag for tag, _ in page.tags]
     assert tags.count("style") == 1

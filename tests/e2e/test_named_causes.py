@@ -248,7 +248,7 @@ FAULTS = {
         "the generator numpy had a different state when the fit started, and nothing drew from it",
         seed=77,
     ),
-    "loaded weights": planted("initial_weights", "the code, the loaded weights or", callbacks=(LoadsWeights,)),
+    "loaded weights": planted("initial_weights", "The code, the loaded weights or", callbacks=(LoadsWeights,)),
     "shuffle with another seed": planted(
         "data_order",
         "Give the shuffle the same seed",

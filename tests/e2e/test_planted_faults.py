@@ -82,7 +82,7 @@ FAULTS: dict[str, tuple[Any, Training, str, str, str]] = {
     "one ULP in the forward pass": (
         *(Deep, Training(around=below(op="aten.addmm", step=2, module="net.5.up"))),
         *("2|forward|net.5.up|aten.addmm.default|", "content forward"),
-        "Step 2, forward: aten.addmm.default in net.5.up at tests/e2e/faults.py",
+        "Step 2, forward: aten.addmm.default in net.5.up (tests/e2e/faults.py",
     ),
     "one ULP in the backward pass": (
         *(Deep, Training(around=below(op=NORM, step=1, call=3))),

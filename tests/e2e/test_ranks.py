@@ -60,7 +60,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "weights": (
         {"rank": 1, "phase": "state", "step": 2, "name": "last.bias", "is_origin": None},
         "external_write",
-        ("it started on rank 1; rank 0 sent", REDUCED, "(rank 1 from step 2 on, rank 0 from step 3 on)"),
+        ("it started on rank 1; rank 0 sent", REDUCED, "(rank 1 from step 2 on and rank 0 from step 3 on)"),
     ),
     "collective": (
         {"phase": "forward", "step": 2, "op": "c10d.allreduce_.default", "is_origin": True},

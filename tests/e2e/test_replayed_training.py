@@ -64,7 +64,7 @@ class TwiceActivated(Classifier):
 
 def test_a_call_more_than_was_saved_is_a_divergence_and_no_damage(tmp_path):
     record(tmp_path / "run", Classifier, replay=("aten.relu.*",))
-    with pytest.raises(DivergenceError, match=r"aten\.mul\.Tensor.* ran only in the\scurrent run"):
+    with pytest.raises(DivergenceError, match=r"aten\.mul\.Tensor.* ran only in the\scurrent\srun"):
         verify(tmp_path / "run", tmp_path / "current", TwiceActivated)
 
 

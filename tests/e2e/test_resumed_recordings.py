@@ -83,7 +83,7 @@ def change_momentum(content: dict[str, Any]) -> None:
 
 IS_NOT = "differs from the reference's state at the end of step 3"  # of levels that do not record what is read
 KEPT = "The recorded run is unchanged"
-UNSAVED = "Checkpoints have no buffers with persistent=False"
+UNSAVED = "Checkpoints omit buffers with persistent=False"
 CHANGES: list[tuple[Callable[[Any], object], str, dict[str, Any], str, str]] = [
     (change_momentum, "record", {}, MOMENTUM, KEPT),
     (change_momentum, "verify", {"level": "state"}, MOMENTUM, IS_NOT),

@@ -133,7 +133,7 @@ def test_a_run_that_was_replaced_or_continued_after_its_close_is_not_gone_on_wit
         append(change(path), [2], complete=True)
         before = everything_in(path)
         for act in (writer.start_segment, lambda writer=writer: writer.put_reading(READING)):
-            with pytest.raises(RunExistsError, match=r"Another process has replaced .* or gone on with it"):
+            with pytest.raises(RunExistsError, match=r"Another process has replaced or continued .* since this one"):
                 act()
         assert everything_in(path) == before
         append(resume(path), [3], complete=True)

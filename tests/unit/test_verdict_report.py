@@ -6,8 +6,11 @@ import pytest
 from step_builder import StepBuilder, both, judge, training_step
 from verdicts import DIVERGED, DIVERGENCE
 
+from det_callbacks.causes.phrases.sites import what_differs
 from det_callbacks.report.verdict import details_report, headline, verdict_lines
 from det_callbacks.runs.environment import AS_COMMITTED
+from det_callbacks.runs.program import TensorLayout
+from det_callbacks.text import listed
 from det_callbacks.verdict import EnvironmentDifference, Verdict
 
 
@@ -95,3 +98,33 @@ def test_the_headline_is_the_verdict_in_one_line(tmp_path):
     whole = replace(DIVERGENCE, op="", module="", phase="other", kind="missing")
     by_step = replace(DIVERGED, first_divergence=whole, cause="structure")
     assert headline(by_step) == "DIVERGED structure: a step that is only in the reference (step 3)"
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "text"),
+    [
+        ("", {}, ""),
+        ("a", {}, "a"),
+        ("aab", {}, "a and b"),
+        ("abc", {}, "a, b and c"),
+        ("abcde", {}, "a, b, c and 2 more"),
+        ("abc", {"separator": "; "}, "a; b; c"),
+        ("abcd", {"separator": "; "}, "a; b; c and 1 more"),
+        ("ab", {"separator": " or "}, "a or b"),
+    ],
+)
+def test_a_sentence_lists_each_name_once_and_joins_the_last_with_and(names, options, text):
+    assert listed(names, **options) == text
+
+
+def test_the_parts_of_a_layout_that_differ_are_named():
+    one = TensorLayout(dtype="float32", shape=(8, 4), stride=(4, 1))
+    others = {
+        "a different shape": replace(one, shape=(8, 3), stride=(3, 1)),
+        "a different dtype": replace(one, dtype="bfloat16"),
+        "a different shape and dtype": replace(one, dtype="bfloat16", shape=(4, 8), stride=(8, 1)),
+        "different strides": replace(one, stride=(1, 8)),
+        "a different layout": None,
+    }
+    for text, other in others.items():
+        assert what_differs((one, other)) == text
