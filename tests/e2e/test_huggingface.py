@@ -1,9 +1,7 @@
 """Hugging Face's Trainer, recorded and verified; needs ``pip install 'det_callbacks[hf]'`` (nox -s hf)."""
 
-import doctest
 import os
 import random
-import re
 import subprocess
 import sys
 import weakref
@@ -430,28 +428,6 @@ def test_ranks_agree_and_a_fault_on_one_is_named(tmp_path):
     ended = run_ranks(lambda rank: body(rank, "verify", *[Flips()] * rank), tmp_path / "planted", status=1)
     assert "rank 1" in ended[0].output
     assert "first.weight" in ended[0].output
-
-
-def test_the_example_of_the_docs_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    page = (Path(__file__).parents[2] / "docs" / "how-to" / "huggingface.md").read_text()
-    names: dict[str, Any] = {"model": Net(), "train_dataset": samples()}
-    for example in re.findall(r"(?s)```python\n(.*?)```", page):
-        exec(example, names)
-    assert len(Run.open("refs/run1").rank(0).steps(0)) == 8
-
-
-def test_the_example_of_the_docstring_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    quiet: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "use_cpu": True}
-    args = TrainingArguments(output_dir="out", per_device_train_batch_size=4, num_train_epochs=1, **quiet)
-    names = {"DeterminismCallback": DeterminismCallback, "Trainer": Trainer}
-    names |= {"model": Net(), "args": args, "data": samples()}
-    tests = doctest.DocTestFinder(recurse=False).find(DeterminismCallback, globs=names)
-    said: list[str] = []
-    assert [test.name for test in tests if test.examples] == ["DeterminismCallback"]
-    doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(tests[0], out=said.append)
-    assert not said, "".join(said)
 
 
 @pytest.mark.slow
