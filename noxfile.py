@@ -42,7 +42,11 @@ def tests(session: nox.Session, torch: str, lightning: str) -> None:
     )
 
 
-HF_TESTS = "tests/e2e/test_huggingface.py", "tests/e2e/test_accelerate.py", "tests/e2e/test_trl.py"
+HF_TESTS = (
+    "tests/e2e/test_huggingface.py",
+    "tests/e2e/test_huggingface_examples.py",
+    "tests/e2e/test_accelerate.py",
+)
 
 
 @nox.session

@@ -241,6 +241,10 @@ class CheckError(DetCallbacksError):
 class CheckpointMismatchError(_PathError):
     """A checkpoint does not match the digests next to it: ``entries`` ("section: name") differ, or only the bytes.
 
+    Attributes:
+        path: the checkpoint.
+        entries: the entries that differ, as "section: name"; empty if only the bytes of the file differ.
+
     Examples:
         >>> error = CheckpointMismatchError("last.ckpt is not what was saved.", "last.ckpt", ("epoch",))
         >>> error.exit_code, error.entries

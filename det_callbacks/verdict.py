@@ -75,18 +75,22 @@ class Divergence:
     """One aligned place where two runs differ.
 
     Attributes:
+        rank: number of the process.
         step: training batch, counted from 0 over the whole run.
         phase: forward, backward, gradient, optimizer, input, state, data, rng, metric or other.
         module: qualified name in the LightningModule; "" outside any module, "?" when unknown.
         op: ``namespace.op.overload``; "" for a batch, a parameter or a generator.
         occurrence: number of earlier sites of the step with the same phase, module, op and output.
+        output: index of the op's output.
         name: parameter, buffer, gradient, optimizer state ("exp_avg of net.head.weight"), path in
             the batch ("batch[0]"), generator, metric or observation, or None for an activation.
         kind: content (different bits), argument (a different scalar or option), structure (a different
             shape, dtype or layout), missing (only in the reference), extra (only in the current run).
         source: lines of the user's code, innermost first, as "train.py:41 in forward".
-        shape: in elements; None, like ``dtype``, if the site is not a tensor.
-        reference_digest: 16 hexadecimal digits, or None; likewise ``current_digest``.
+        shape: in elements; None if the site is not a tensor.
+        dtype: such as "float32"; None if the site is not a tensor.
+        reference_digest: 16 hexadecimal digits, or None.
+        current_digest: the same for the current run.
         is_origin: True if nothing it read differs; False if it passed a difference on or is itself
             a source (an input, a batch, a weight), or None if neither can be proven.
         numbers: the size of the difference; None unless ``keep_tensors`` has its op.
@@ -143,9 +147,11 @@ class Coverage:
     """What the verdict covers.
 
     Attributes:
+        ranks: number of processes that were compared.
         steps: first and last step compared, or None.
         ops_seen: ops that ran under the trace, over all compared steps.
         ops_digested: those whose outputs were digested.
+        ops_skipped: reason -> number of ops without a digest, such as views.
         opaque_regions: regions of which the recorder saw only the boundary.
         replayed: op or observation whose saved bits were restored -> number of tensors ("count"),
             of those whose live bits differed ("differing"), and "mib_per_step".
@@ -178,6 +184,9 @@ class EnvironmentDifference:
     """One entry, such as "torch.num_threads", in which two environments differ, with JSON values.
 
     Attributes:
+        name: the entry, such as "torch.num_threads".
+        reference: its value in the reference.
+        current: its value in the current run.
         changes_bits: whether such a difference can change bits.
         is_machine: True for a machine fact (versions, hardware, threads, flags that choose
             kernels), False for a choice (seed, precision, hyperparameter), which never excuses a
@@ -309,12 +318,18 @@ class Verdict:
     """Match, diverged or not comparable, with the evidence.
 
     Attributes:
+        verdict: "match", "diverged" or "not_comparable".
+        reference: folder of the reference.
+        current: folder of the run that was compared.
         first_divergence: the earliest difference by step, position and rank; None for a match.
         origins: the sites at which a difference starts, at most 100.
         cause: a word from docs/reference/causes.md; None for a match.
         explanation: what differs and what to do, in one sentence.
         evidence: what led to the cause, a line each, in the order of time.
         record_next: the arguments of ``DeterminismCallback`` that record what the verdict lacks, or None.
+        counts: how much was compared.
+        coverage: what the verdict covers, and what it leaves out.
+        environment: the entries in which the environments differ.
         findings: mistakes that the current run shows by itself. Neither they nor ``numerics`` change the verdict.
         numerics: how far the tensors are apart; None unless ``compare_runs`` was asked for it.
 

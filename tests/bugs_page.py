@@ -7,13 +7,23 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "bugs.md"
 GALLERY = ROOT / "recipes" / "gallery"
 
-HEAD = """# Bugs it would have found
+
+def pinned(package: str) -> str:
+    """Return the version that constraints.txt pins, with which the tests run the gallery."""
+    (version,) = re.findall(rf"(?m)^{package}==(\S+)$", (ROOT / "constraints.txt").read_text())
+    return str(version)
+
+
+HEAD = f"""# Bugs it would have found
 
 <!-- Made by `make bugs` from the READMEs in recipes/gallery: change those. -->
 
 Real, public bugs, and what det_callbacks reports for each. The scripts are in `recipes/gallery`, at most 60 lines each,
 as their users wrote them. A test runs each script twice: with the bug, the verdict names the culprit; with the fix, the
 verdict is `match`, without findings.
+
+The outputs are from torch {pinned("torch")} and Lightning {pinned("lightning")}, on two cores of an AMD EPYC
+without a GPU.
 """
 
 

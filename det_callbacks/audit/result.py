@@ -16,17 +16,21 @@ class OpMismatch:
     """One output of an op that differed between two runs on the same inputs.
 
     Attributes:
+        phase: "forward", "backward", "optimizer" or "other".
         module: qualified name, "" outside any module, "?" if unknown; a backward op has the module of
             its forward op.
+        op: ``namespace.op.overload``.
         occurrence: number of earlier calls of the op at this place in the block.
         output: index among what the call wrote: its returns first, then the arguments it wrote.
         source: up to four lines of user code, innermost first; a backward op has those of its forward
             op.
-        shape: shape of the first run's output, as are ``dtype`` and ``num_elements``; a number has ()
-            and its Python class.
+        shape: shape of the first run's output; () for a number.
+        dtype: name of its dtype, such as "float32"; for a number, its Python class.
+        num_elements: number of its elements.
         num_differing: elements whose bits differ; all of them if shape or dtype differs, or if the
             layout is not strided.
-        max_ulps: largest distance of two finite elements, or None if there are none.
+        max_ulps: largest distance of two finite elements in units in the last place, or None if there
+            are none.
         is_transient: whether the third run agrees with the first or with the second.
         is_uninitialised: whether the op repeats its bits, but reads memory that nothing has written.
 
@@ -119,6 +123,7 @@ class AuditReport:
     """The result of an audit.
 
     Attributes:
+        steps: the steps that were audited.
         num_compared: number of ops that ran again and were compared, over all steps.
         skipped: reason -> number of ops that did not run again.
         findings: ops that differed, ordered by the first step in which they did.

@@ -21,8 +21,17 @@ from det_callbacks.verdict import TensorNumbers
 class EntryDifference:
     """One entry that differs between the two.
 
-    ``kind`` is "content" (different bits or a different value), "structure" (a different shape, dtype
-    or type), "missing" (only the reference has it) or "extra".
+    Attributes:
+        section: key of the checkpoint, or "files" of a folder.
+        path: keys below the section, joined by "/"; "" if the section is a single value.
+        kind: "content" (different bits or a different value), "structure" (a different shape, dtype
+            or type), "missing" (only the reference has it) or "extra".
+        reference: digest (16 hexadecimal digits), layout, type, or a shortened value; None for "extra".
+        current: the same for the current checkpoint; None for "missing".
+        parameter: owner of an optimizer's state, if known.
+        num_elements: number of elements; None if the tensors were not loaded, as is ``num_differing``.
+        num_differing: elements whose bits differ.
+        max_ulps: largest distance of two finite elements in units in the last place, or None.
 
     Examples:
         >>> torch.save({"state_dict": {"weight": torch.tensor([1.0, 2.0])}}, "first.ckpt")
@@ -32,15 +41,15 @@ class EntryDifference:
         ('state_dict: weight', 'content', 1, 2, 1)
     """
 
-    section: str  # key of the checkpoint, or "files" of a folder
-    path: str  # "" if the section is a single value
+    section: str
+    path: str
     kind: str
-    reference: str | None = None  # digest, layout, type, or a shortened value
-    current: str | None = None  # likewise
-    parameter: str | None = None  # owner of an optimizer's state, if known
-    num_elements: int | None = None  # None if not loaded
+    reference: str | None = None
+    current: str | None = None
+    parameter: str | None = None
+    num_elements: int | None = None
     num_differing: int | None = None
-    max_ulps: int | None = None  # largest distance of two finite elements
+    max_ulps: int | None = None
 
     @property
     def name(self) -> str:
@@ -71,15 +80,15 @@ class CheckpointReport:
         (True, 0, 1, {'state_dict': 1})
     """
 
-    path: str  # the reference, if two checkpoints were compared
-    other: str | None = None  # the checkpoint compared with it
-    has_same_bytes: bool  # whether its bytes equal those of the other checkpoint, or those that were saved
-    entries: tuple[EntryDifference, ...]  # those that differ
-    missing_files: tuple[str, ...] = ()  # missing parts of ranks
-    sections: Mapping[str, int]  # section -> number of entries compared
+    path: str
+    other: str | None = None
+    has_same_bytes: bool
+    entries: tuple[EntryDifference, ...]
+    missing_files: tuple[str, ...] = ()
+    sections: Mapping[str, int]
     num_tensors: int
-    num_bytes: int  # size of the file or files
-    sidecar: Sidecar | None = None  # None for two checkpoints
+    num_bytes: int
+    sidecar: Sidecar | None = None
 
     @property
     def equal(self) -> bool:

@@ -51,6 +51,10 @@ def digest_tensor(tensor: torch.Tensor) -> int:
     It reads contiguous host tensors in place (1 microsecond, or memory speed), and copies others,
     device tensors to the host.
 
+    Args:
+        tensor: of any shape, dtype, layout and device; a sparse or quantised tensor has a digest of its
+            components.
+
     Raises:
         TypeError: not a tensor, or a tensor without data (meta, fake, functional, batched,
             uninitialised).

@@ -67,6 +67,9 @@ def digest_state(state: nn.Module | Mapping[Any, Any]) -> StateDigest:
     It costs one pass over the memory, with two threads for large states. It copies device tensors to
     the host, one at a time. For a DTensor it digests this rank's shard.
 
+    Args:
+        state: a module, or a mapping whose tensors have any shape, dtype, layout and device.
+
     Raises:
         TypeError: ``state`` is neither, or a tensor in it, which the message names, has no data (meta,
             fake, uninitialised).

@@ -35,9 +35,20 @@ _PHASE_WORDS = {
 class TensorComparison:
     """One tensor, or one plain value, of both sides.
 
-    ``phase``: "initial" is the state before the first iteration, "module" the output of a submodule; "parameter" and
-    "buffer" have the values after the optimizer's step. ``kind``: "equal" (the same bits), "content" (different bits),
-    "structure" (different shape or dtype), "missing" (not in the control) or "extra" (only in the control).
+    Attributes:
+        iteration: number of the iteration, counted from 0.
+        phase: "initial" (the state before the first iteration), "module" (the output of a submodule), "output", "loss",
+            "gradient", "parameter" or "buffer" (both after the optimizer's step).
+        name: module, parameter, buffer, or path in the inputs or outputs ("output['logits']").
+        kind: "equal" (the same bits), "content" (different bits), "structure" (different shape or dtype), "missing"
+            (not in the control) or "extra" (only in the control).
+        base: dtype and shape, "float32 [4, 8]"; None if the base does not have it.
+        control: the same for the control.
+        measure: the largest distances, ``ulp`` in units in the last place, ``relative`` and ``absolute``; None if the
+            elements cannot be matched.
+        rtol: relative tolerance.
+        atol: absolute tolerance.
+        excess: the largest difference divided by its tolerance; infinite for a tolerance of 0.
 
     Examples:
         >>> layer = torch.nn.LayerNorm(8)
@@ -46,16 +57,16 @@ class TensorComparison:
         ('content', False, False, True)
     """
 
-    iteration: int  # counted from 0
+    iteration: int
     phase: Phase
-    name: str  # module, parameter, buffer, or path in the inputs or outputs ("output['logits']")
+    name: str
     kind: Kind
-    base: str | None  # "float32 [4, 8]", or None if the base does not have it
-    control: str | None  # the same for the control
-    measure: Measure | None = None  # None if the elements cannot be matched
+    base: str | None
+    control: str | None
+    measure: Measure | None = None
     rtol: float = 0.0
     atol: float = 0.0
-    excess: float = 0.0  # the largest difference divided by its tolerance; infinite for a tolerance of 0
+    excess: float = 0.0
 
     @property
     def equal(self) -> bool:
@@ -89,7 +100,8 @@ class NumericsReport:
     Attributes:
         base: the class of the base, and whether it is compiled.
         control: the same for the control.
-        comparisons: all tensors of all ``num_iterations`` iterations, in the order of the computation.
+        num_iterations: number of iterations.
+        comparisons: all tensors of all iterations, in the order of the computation.
         notes: further remarks, such as what was not compared and how much was compiled.
 
     Examples:

@@ -54,6 +54,10 @@ def observe_non_deterministic(name: str, tree: _Tree) -> _Tree:
     Plain values change only in the returned structure. It records name and structure like ``observe``;
     the coverage counts how often the bits differed (``replayed``).
 
+    Args:
+        name: see ``observe``.
+        tree: see ``observe``. Recording copies its tensors to the host.
+
     Returns:
         The structure itself, or a new one if plain values differed.
 
@@ -80,6 +84,10 @@ def observe_grad(name: str, tensor: Tensor) -> Tensor:
     recorded as a site without a value, with a warning. In a compiled function this breaks the graph;
     call it there before you use the tensor.
 
+    Args:
+        name: see ``observe``.
+        tensor: a tensor of any shape that requires a gradient.
+
     Raises:
         TypeError, ValueError: the name is invalid, see ``observe``, or the value is not a tensor.
 
@@ -98,6 +106,10 @@ def observe_non_deterministic_grad(name: str, tensor: Tensor) -> Tensor:
 
     Otherwise like ``observe_grad``. The backward pass raises the errors of
     ``observe_non_deterministic``.
+
+    Args:
+        name: see ``observe``.
+        tensor: a tensor of any shape that requires a gradient.
 
     Raises:
         TypeError, ValueError: the name is invalid, see ``observe``, or the value is not a tensor.

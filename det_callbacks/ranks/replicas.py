@@ -47,8 +47,8 @@ class ReplicaDifference:
         False
     """
 
-    name: str  # "net.head.weight", "exp_avg of net.head.weight"
-    values: tuple[ReplicaValue, ...]  # by number of ranks, then by lowest rank
+    name: str
+    values: tuple[ReplicaValue, ...]
 
     @property
     def is_tie(self) -> bool:
@@ -73,12 +73,12 @@ class ReplicaReport:
         True
     """
 
-    step: int  # -1 before the first
-    last_agreement: int | None  # last step at which all replicas agreed, if any
+    step: int
+    last_agreement: int | None
     world_size: int
-    num_compared: int  # tensors and numbers that another rank also holds
-    left_out: Mapping[str, int]  # reason -> number of tensors not compared
-    differences: tuple[ReplicaDifference, ...]  # sharded tensors have one for each shard
+    num_compared: int
+    left_out: Mapping[str, int]
+    differences: tuple[ReplicaDifference, ...]
 
     @property
     def equal(self) -> bool:

@@ -252,9 +252,32 @@ class DeterminismSettings:
     effect and cost of each.
 
     Attributes:
+        seed: for Python, NumPy, torch on every device and DataLoader workers, 0 to 2**32 - 1.
+        deterministic_algorithms: what happens to ops without a deterministic implementation.
         allow: patterns ``[phase/][module:]op`` for ops that may be nondeterministic even with
             ``deterministic_algorithms="error"``: "aten.kthvalue.default",
             "decoder.*:aten.index_put_.default".
+        fill_uninitialized_memory: whether torch fills ``torch.empty`` under deterministic algorithms.
+        cublas_workspace_config: ":4096:8" or ":16:8" (KiB and number of the buffers).
+        cudnn_benchmark: whether cuDNN times its algorithms and keeps the fastest.
+        cudnn_deterministic: whether cuDNN uses deterministic algorithms only.
+        cudnn_allow_tf32: whether convolutions compute in TF32.
+        float32_matmul_precision: of matrix products of float32.
+        fp16_reduced_precision_reduction: whether matrix products of float16 may accumulate in it.
+        bf16_reduced_precision_reduction: the same for bfloat16.
+        sdpa_backends: those allowed for attention: "math", "flash", "mem_efficient", "cudnn".
+        inductor_deterministic: whether Inductor chooses kernels without timing them.
+        inductor_max_autotune: whether Inductor times kernels and keeps the fastest.
+        nccl_algo: NCCL's algorithm, such as "Ring".
+        nccl_proto: NCCL's protocol, such as "Simple".
+        nccl_min_nchannels: minimum number of NCCL channels.
+        nccl_max_nchannels: maximum number of NCCL channels.
+        num_threads: number of torch's CPU threads.
+        mkl_cbwr: code path of Intel MKL, such as "COMPATIBLE".
+        aten_cpu_capability: vector instructions of torch's CPU kernels.
+        python_hash_seed: ``PYTHONHASHSEED``, 0 to 2**32 - 1.
+        flash_attention_deterministic: whether the backward pass of flash-attn has a fixed order.
+        nvte_allow_nondeterministic_algo: whether Transformer Engine may use nondeterministic kernels.
 
     Raises:
         SettingsError: a value is not allowed; the message names it and the allowed values.

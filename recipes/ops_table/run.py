@@ -7,12 +7,15 @@ ones, and makes docs/reference/ops-determinism.md of what was found on each devi
 import argparse
 import json
 import multiprocessing
+import platform
 import random
+import re
 import sys
 import types
 import unittest
 import warnings
 from collections.abc import Iterator, Sequence
+from datetime import date
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -81,18 +84,31 @@ def page(devices: dict[str, dict[str, Any]]) -> str:
     silent = [name for name, cells in rows if all(one == "-" for one in cells)]
     not_run = [name for name, cells in rows if (name, cells) not in told and "not run" in cells]
     head = (HERE / "head.md").read_text().rstrip()
-    counts = [
-        f"| {device} | {one['torch']} | {len(one['ops'])} | {sum(map(_runs, one['ops'].values()))} | "
-        f"{sum(cell(result) not in ('-', 'not run') for result in one['ops'].values())} |"
-        for device, one in devices.items()
-    ]
+    counts = [f"| {' | '.join(map(str, _counts(device, one)))} |" for device, one in devices.items()]
     table = [f"| op | {' | '.join(devices)} |", f"| --- |{' --- |' * len(devices)}"]
     table += [f"| `{name}` | {' | '.join(cells)} |" for name, cells in told]
-    summary = ["| device | torch | ops | run | with something to say |", "| --- | --- | --- | --- | --- |", *counts]
+    columns = "device", "machine", "date", "torch", "ops", "run", "with something to say"
+    summary = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}", *counts]
     parts = [head, "\n".join(summary), "## Ops whose bits depend on something", "\n".join(table)]
     parts += [f"## Ops that are deterministic under all conditions\n\n{_listed(silent)}"]
     parts += [f"## Not run\n\nNo sample of these could be run alone: {_listed(not_run)}"] if not_run else []
     return "\n\n".join(parts) + "\n"
+
+
+def machine(device: str) -> str:
+    """Return the GPU, or the CPU and its vector instructions."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    file = Path("/proc/cpuinfo")
+    found = re.search(r"(?m)^model name\s*: (.*)$", file.read_text()) if file.exists() else None
+    return f"{found[1] if found else platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _counts(device: str, one: dict[str, Any]) -> list[Any]:
+    """Return the row of a device: where and when it was examined, and how many ops."""
+    results = one["ops"].values()
+    told = [result for result in results if cell(result) not in ("-", "not run")]
+    return [device, one["machine"], one["date"], one["torch"], len(results), sum(map(_runs, results)), len(told)]
 
 
 def _runs(result: dict[str, Any]) -> bool:
@@ -125,7 +141,9 @@ def main(arguments: Sequence[str] | None = None) -> Results:
         if options.sample or options.only:
             return results
         lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(result)}" for name, result in sorted(results.items()))
-        text = f'{{"torch": "{torch.__version__}", "ops": {{\n{lines}\n}}}}\n'  # a line for each op
+        conditions = {"machine": machine(options.device), "date": str(date.today()), "torch": torch.__version__}
+        head = json.dumps(conditions).removesuffix("}")
+        text = f'{head}, "ops": {{\n{lines}\n}}}}\n'  # a line for each op
         (HERE / f"{options.device}.json").write_text(text)
     PAGE.write_text(page(stored()))
     return results

@@ -1,6 +1,8 @@
 """The examples in the docstrings of the public names, run as docs/reference/api.md says."""
 
+import dataclasses
 import doctest
+import inspect
 import re
 import shutil
 import warnings
@@ -71,3 +73,35 @@ def test_an_example_can_fail() -> None:
     said: list[str] = []
     assert doctest.DocTestRunner(optionflags=OPTIONS).run(test, out=said.append).failed == 1
     assert "Expected:" in "".join(said)
+
+
+def undescribed(value: Any) -> set[str]:
+    """Return the arguments, the fields of a dataclass, or the data of an error that a docstring lacks."""
+    text = inspect.getdoc(value) or ""
+    if isinstance(value, type) and issubclass(value, BaseException):
+        wanted = set(vars(value).get("_data", ()))  # not those of its base
+    elif dataclasses.is_dataclass(value):
+        bases = [base for base in value.__bases__ if dataclasses.is_dataclass(base)]
+        inherited = {field.name for base in bases for field in dataclasses.fields(base)}
+        wanted = {field.name for field in dataclasses.fields(value)} - inherited
+    else:
+        wanted = set(inspect.signature(value).parameters)
+        if wanted and "Raises:" not in text:
+            wanted.add("Raises")
+    return wanted - set(re.findall(r"(?m)^ +\*{0,2}(\w+): ", text)) - set(re.findall(r"``(\w+)``", text))
+
+
+def test_the_docstrings_describe_each_argument_and_field() -> None:
+    found = {name: missing for name in det_callbacks.__all__ if (missing := undescribed(getattr(det_callbacks, name)))}
+    assert found == {}
+
+
+def test_an_argument_without_a_description_is_found() -> None:
+    def one(first: int, second: int) -> None:
+        """Do it.
+
+        Args:
+            first: a number.
+        """
+
+    assert undescribed(one) == {"second", "Raises"}

@@ -199,7 +199,7 @@ def project(tmp_path_factory: Any) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", pages_with("console", but=("tutorial",)))
+@pytest.mark.parametrize("page", pages_with("console", but=("tutorial", "agents", "SKILL")))
 def test_the_commands_of_a_page_run(page, project, tmp_path):
     shutil.copytree(project, tmp_path, dirs_exist_ok=True)
     shutil.copytree(RECIPES / ("replay" if page.stem == "replay" else "digits"), tmp_path, dirs_exist_ok=True)

@@ -1,9 +1,7 @@
 """Hugging Face's Trainer, recorded and verified; needs ``pip install 'det_callbacks[hf]'`` (nox -s hf)."""
 
-import doctest
 import os
 import random
-import re
 import subprocess
 import sys
 import weakref
@@ -432,23 +430,60 @@ def test_ranks_agree_and_a_fault_on_one_is_named(tmp_path):
     assert "first.weight" in ended[0].output
 
 
-def test_the_example_of_the_docs_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    page = (Path(__file__).parents[2] / "docs" / "how-to" / "huggingface.md").read_text()
-    names: dict[str, Any] = {"model": Net(), "train_dataset": samples()}
-    for example in re.findall(r"(?s)```python\n(.*?)```", page):
-        exec(example, names)
-    assert len(Run.open("refs/run1").rank(0).steps(0)) == 8
+@pytest.mark.slow
+def test_trl_with_lora_matches_and_names_the_adapter_that_changed(tmp_path):
+    trl = pytest.importorskip("trl", reason="trl is not installed")
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    from datasets import Dataset
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+    words = {f"w{number}": number for number in range(30)} | {"<pad>": 30, "<eos>": 31}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<pad>")), pad_token="<pad>", eos_token="<eos>"
+    )
+    generator = torch.Generator().manual_seed(3)
+    rows = [torch.randint(30, (12,), generator=generator).tolist() for _ in range(16)]
 
-def test_the_example_of_the_docstring_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    quiet: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "use_cpu": True}
-    args = TrainingArguments(output_dir="out", per_device_train_batch_size=4, num_train_epochs=1, **quiet)
-    names = {"DeterminismCallback": DeterminismCallback, "Trainer": Trainer}
-    names |= {"model": Net(), "args": args, "data": samples()}
-    tests = doctest.DocTestFinder(recurse=False).find(DeterminismCallback, globs=names)
-    said: list[str] = []
-    assert [test.name for test in tests if test.examples] == ["DeterminismCallback"]
-    doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(tests[0], out=said.append)
-    assert not said, "".join(said)
+    def train(callback: DeterminismCallback, *others: TrainerCallback, resume: str | None = None) -> None:
+        torch.manual_seed(11)
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes))
+        args = trl.SFTConfig(
+            output_dir=str(tmp_path / "out"),
+            max_steps=4,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            save_steps=2,
+            learning_rate=1e-2,
+            bf16=False,
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+        adapters = peft.LoraConfig(r=2, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        data = Dataset.from_dict({"input_ids": rows})
+        options: dict[str, Any] = {"processing_class": tokenizer, "peft_config": adapters}
+        trl.SFTTrainer(model, args, train_dataset=data, callbacks=[*others, callback], **options).train(
+            resume_from_checkpoint=resume
+        )
+
+    train(DeterminismCallback(tmp_path / "run", mode="record"))
+    for resume in (None, str(tmp_path / "out" / "checkpoint-2")):
+        callback = DeterminismCallback(tmp_path / "run")
+        train(callback, resume=resume)
+        assert callback.verdict.verdict == "match"
+        assert callback.verdict.counts.steps_compared == (4 if resume is None else 2)
+
+    class Scales(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 1:
+                weights = dict(kwargs["model"].named_parameters())
+                next(weights[name] for name in weights if "layers.1" in name and "lora_B" in name).grad.mul_(2)
+
+    with pytest.raises(DivergenceError) as caught:
+        train(DeterminismCallback(tmp_path / "run"), Scales())
+    first = caught.value.verdict.first_divergence
+    assert first.step == 1
+    assert "layers.1.self_attn.q_proj.lora_B" in str(first.name)

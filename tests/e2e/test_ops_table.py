@@ -33,8 +33,18 @@ def examined(table: ModuleType, *words: str) -> dict[str, Any]:
 def test_the_page_is_made_of_the_results_that_are_there(table: ModuleType) -> None:
     assert table.PAGE.read_text() == table.page(table.stored())
     found = {"run": ["forward"], "threads": ["forward", "backward"]}
-    devices = {"cpu": {"torch": "2", "ops": {"one": {"samples": 1, "problem": "", "found": found}}}}
-    assert "| `one` | run (forward); threads (forward, backward) |" in table.page(devices)
+    devices = {
+        "cpu": {
+            "machine": "one",
+            "date": "today",
+            "torch": "2",
+            "ops": {"one": {"samples": 1, "problem": "", "found": found}},
+        }
+    }
+    page = table.page(devices)
+    assert "| `one` | run (forward); threads (forward, backward) |" in page
+    assert "| cpu | one | today | 2 | 1 | 1 | 1 |" in page
+    assert len(table.machine("cpu").split(", ")) == 2
 
 
 @pytest.mark.slow
