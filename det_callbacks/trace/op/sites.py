@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -51,7 +50,8 @@ def build_op(
 ) -> None:
     """Fill in a new node for the call of an op."""
     scope = node.scope
-    places.backward.note_stack(node)
+    if node.phase != "optimizer":  # whose calls make no autograd node
+        places.backward.note_stack(node)
     node.op_base, node.is_in_place, node.source = plan.base, bool(plan.writes), source_of_call(node)
     default = None if scope.name is None else f"grad of {scope.name}"
     output_names = [name or default for name in names_of_written(places, node.phase, plan, outputs)]
@@ -72,28 +72,24 @@ def build_op(
     given = {*plan.argument_names[: len(args)], *kwargs}
     constants.update((name, value) for name, value in plan.defaults.items() if name not in given)
     arguments = arguments_json(constants)
-    every = tuple(sorted({at for at in node.positions if at is not None}))
-    numbers = Site(
-        phase=node.phase,
-        module=node.module,
-        op=plan.name,
-        role="argument",
-        varying=varying,
-        recomputed=scope.recomputed,
-        source=node.source,
-    )
-    written = [
-        replace(
-            numbers,
-            output=index,
-            role="output" if isinstance(output, Tensor) else "value",
-            name=name,
-            arguments=arguments,
-            inputs=every if by_output is None else tuple(sorted(set(by_output[index]))),
-        )
-        for index, (output, name) in enumerate(zip(outputs, output_names, strict=True))
-    ]
-    node.sites = (*read.sites(node), *([numbers] if varying else ()), *written)
+    every = sorted({at for at in node.positions if at is not None})
+    common: dict[str, Any] = {
+        "phase": node.phase,
+        "module": node.module,
+        "op": plan.name,
+        "varying": varying,
+        "recomputed": scope.recomputed,
+        "source": node.source,
+    }
+    sites = list(read.sites(node))
+    if varying:
+        sites.append(Site(role="argument", **common))
+    edges: list[Sequence[int]] = [site.inputs for site in sites]
+    for index, (output, name) in enumerate(zip(outputs, output_names, strict=True)):
+        role: Role = "output" if isinstance(output, Tensor) else "value"
+        sites.append(Site(output=index, role=role, name=name, arguments=arguments, **common))
+        edges.append(every if by_output is None else sorted(set(by_output[index])))
+    node.sites, node.edges = tuple(sites), edges
 
 
 def names_of_written(places: "Places", phase: str, plan: OpPlan, outputs: Sequence[Any]) -> list[str | None]:
