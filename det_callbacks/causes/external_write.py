@@ -139,7 +139,7 @@ def _ran_between_steps(facts: Facts) -> str:
         return ""
     begin, end = map(evidence.moments.index, moments)
     points = [point for _, point in evidence.moments[begin : end + 1] if point not in _OF_DATA]
-    return _told([*what_ran(points, evidence), *users_of("on_train_batch_start", evidence, AFTER)], "in between")
+    return _ran_there([*what_ran(points, evidence), *users_of("on_train_batch_start", evidence, AFTER)], "in between")
 
 
 def _ran_in_step(phase: str, facts: Facts) -> str:
@@ -149,9 +149,9 @@ def _ran_in_step(phase: str, facts: Facts) -> str:
         if phase == "state":
             yield from users_of("on_train_batch_end", facts.evidence, BEFORE)
 
-    return _told(hooks(), "after the recorded ops that wrote it")
+    return _ran_there(hooks(), "after the recorded ops that wrote it")
 
 
-def _told(ran: Iterable[str], when: str) -> str:
+def _ran_there(ran: Iterable[str], when: str) -> str:
     known = list(dict.fromkeys(ran))
     return f"; {listed(known, limit=len(known))} ran {when}" if known else ""

@@ -143,14 +143,14 @@ def _python_state(generator: Any) -> bytes:
     """
     own = generator.getstate.__self__  # for the module ``random``, the object behind its functions
     if type(own).getstate is not random.Random.getstate or not _has_known_layout():
-        return _python_state_as_told(generator)
+        return _python_state_of_getstate(generator)
     index_and_words = _bytes_at(id(own) + object.__basicsize__, _MT19937_BYTES)
     held_back = own.gauss_next
     words = index_and_words[4:] + index_and_words[:4]
     return words if held_back is None else words + repr(held_back).encode()
 
 
-def _python_state_as_told(generator: Any) -> bytes:
+def _python_state_of_getstate(generator: Any) -> bytes:
     _, words, held_back = generator.getstate()
     content = array("I", words).tobytes()
     return content if held_back is None else content + repr(held_back).encode()
@@ -166,7 +166,7 @@ def _has_known_layout() -> bool:
         return False
     probe = random.Random(5)
     memory = _bytes_at(id(probe) + object.__basicsize__, _MT19937_BYTES)
-    return memory[4:] + memory[:4] == _python_state_as_told(probe)
+    return memory[4:] + memory[:4] == _python_state_of_getstate(probe)
 
 
 def _read(generator: Any) -> Any:

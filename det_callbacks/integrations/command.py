@@ -44,7 +44,7 @@ def claim_run() -> None:
             raise SelectionError(f"{text}. Start det-callbacks for each of them.") from error
 
 
-def tell_command(error: BaseException) -> bool:
+def report_to_command(error: BaseException) -> bool:
     """Write why det_callbacks ends the script, for the command; return whether the command prints it."""
     asked = json.loads(os.environ[LAUNCH])
     if not isinstance(error, DetCallbacksError):
@@ -68,7 +68,7 @@ def print_errors_plainly(before_printing: Callable[[BaseException], object] = la
         before_printing(error)
         if not isinstance(error, DetCallbacksError):
             before(kind, error, trace)
-        elif not tell_command(error):
+        elif not report_to_command(error):
             print_error(error)
 
     sys.excepthook = print_plainly

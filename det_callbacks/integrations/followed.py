@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from det_callbacks.errors import DetCallbacksError, NothingComparedError, SelectionError
-from det_callbacks.integrations.command import claim_run, read_arguments, tell_command
+from det_callbacks.integrations.command import claim_run, read_arguments, report_to_command
 from det_callbacks.integrations.loop import TrainingRun, unwrapped
 from det_callbacks.integrations.torch_models import SeveralModels, models_of
 from det_callbacks.internals.torch import memory_address
@@ -143,7 +143,7 @@ class FollowedLoop(TrainingRun):
 
     def fail(self, error: BaseException) -> None:
         self._ended_by = error
-        tell_command(error)
+        report_to_command(error)
         self.__exit__(type(error), error, error.__traceback__)
 
     def end_process(self, unfollowed: Mapping[str, int]) -> None:

@@ -125,7 +125,7 @@ class _TrainerRun(TrainingRun):
         self._enter_step(batches[0] if len(batches) == 1 else batches)
 
     def begin_update(self) -> None:
-        self._hooks.go_on()
+        self._hooks.unpause()
 
     def end_step(self) -> None:
         # accelerate has copied them to the device, whose memory may be scarce
@@ -165,13 +165,13 @@ class _TrainerRun(TrainingRun):
 
     def _train_step(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Record forward and backward, but not the loss sums that the Trainer logs and resets."""
-        self._hooks.go_on()
+        self._hooks.unpause()
         loss = train(*args, **kwargs)
         self._hooks.pause()
         return loss
 
     def _clip(self, clip: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._hooks.go_on()
+        self._hooks.unpause()
         return clip(*args, **kwargs)
 
 

@@ -98,13 +98,13 @@ def read_metrics(run: Run, segment: int) -> Readings:
     An epoch that began in one attempt and ended in another has no reading.
     """
     run_id = run.manifest.run_id
-    attempts = [[*_read(metrics_path(stream), run_id, num_told=told)] for stream, told in run.streams(segment)]
+    attempts = [[*_read(metrics_path(stream), run_id, num_listed=told)] for stream, told in run.streams(segment)]
     ends = [{reading.step for reading in attempt if reading.where in (RESUMED, "epoch")} for attempt in attempts]
     by_key: dict[tuple[str, int, bool], Reading] = {}
     for attempt in attempts:
         by_key = {key: reading for key, reading in by_key.items() if not reading.is_after_fit}
         for reading in attempt:
-            is_cut = reading.where == "epoch" and any(_goes_through(reading.step, steps) for steps in ends)
+            is_cut = reading.where == "epoch" and any(_passes_through(reading.step, steps) for steps in ends)
             if reading.where != RESUMED and not is_cut:
                 by_key.setdefault(reading.key, reading)
     resumed = {reading.step for attempt in attempts for reading in attempt if reading.where == RESUMED}
@@ -112,15 +112,15 @@ def read_metrics(run: Run, segment: int) -> Readings:
     return Readings(by_key=dict(in_order), resumed=resumed)
 
 
-def _goes_through(step: int, ends: set[int]) -> bool:
+def _passes_through(step: int, ends: set[int]) -> bool:
     return min(ends, default=step) < step < max(ends, default=step) and step not in ends
 
 
-def _read(path: Path, run_id: str, *, num_told: int) -> Iterator[Reading]:
+def _read(path: Path, run_id: str, *, num_listed: int) -> Iterator[Reading]:
     content = path.read_bytes() if path.is_file() else b""
     *lines, _ = content.split(b"\n")  # the last line may be incomplete
-    if len(lines) < num_told:
-        raise damaged(path, f"run.json has {num_told} readings, but the file has {len(lines)}")
+    if len(lines) < num_listed:
+        raise damaged(path, f"run.json has {num_listed} readings, but the file has {len(lines)}")
     for number, line in enumerate(lines, start=1):
         try:
             yield unseal(line, Reading, run_id=run_id)

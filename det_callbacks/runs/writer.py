@@ -56,7 +56,7 @@ class RunWriter:
         self._shared_before = self._shared
         try:
             self._open_stream(is_new=True)
-            self._tell_of_files()
+            self._write_manifest_together()
         except BaseException:  # including Ctrl-C
             self._close_files(complete=False)
             raise
@@ -220,21 +220,21 @@ class RunWriter:
         """Prepare for the first fit after a test, which had no optimizers and closed the stream."""
         environment = msgspec.convert(manifest["environment"], dict[str, EnvironmentEntry])
         self.manifest = replace(self.manifest, environment=environment)
-        self._go_on()
-        self._tell_of_files()
+        self._retake_lock()
+        self._write_manifest_together()
         if self._file is None:
             self._open_stream()
 
     def start_segment(self) -> None:
         """Continue with the steps of another fit of this process."""
-        self._go_on()
+        self._retake_lock()
         finished = self._file
         self.segment += 1
         self._last_step = -1
         self._chain = 0
         self._change_attempt(segments=self.manifest.attempts[-1].segments + 1)
         self._open_stream(is_new=True)
-        self._tell_of_files()
+        self._write_manifest_together()
         # Last, so a kill in between leaves an incomplete run, not a complete run that lacks a fit.
         self._end(finished, complete=True)
 
@@ -259,7 +259,7 @@ class RunWriter:
     def _is_held(self) -> bool:
         return self._lock is None or self._lock.is_held
 
-    def _go_on(self) -> None:
+    def _retake_lock(self) -> None:
         self._peers.broadcast(self._take_lock, task=f"continuing the run {self.path}")
 
     def _take_lock(self) -> None:
@@ -309,7 +309,7 @@ class RunWriter:
         streams = self._streams
         self.manifest = replace(self.manifest, attempts=self.manifest.attempts[:-1])
         # run.json first: the next attempt overwrites files that a kill leaves behind after that
-        self._tell_of_files()
+        self._write_manifest_together()
         of_streams = (place(stream) for stream in streams for place in (Path, evidence_path, metrics_path))
         with writing(self.path):
             for path in (*of_streams, *self._shared - self._shared_before):
@@ -323,14 +323,14 @@ class RunWriter:
         if self._peers.rank == 0:
             write_manifest(self.path, self.manifest)
 
-    def _tell_of_files(self) -> None:
+    def _write_manifest_together(self) -> None:
         self._peers.run_on_all(self._write_manifest, task=f"writing run.json in {self.path}")
 
     def _open_stream(self, *, is_new: bool = False) -> None:
         path, rank = self.stream, self._peers.rank
         header = encode_header(run_id=self.manifest.run_id, rank=rank, attempt=self._attempt, segment=self.segment)
 
-        def open_it() -> None:
+        def create_stream() -> None:
             for folder in (files.PROGRAMS, files.SITES, files.LAYOUTS, path.parent.name):
                 make_folder(self.path / folder)
             # existing files are from an attempt that was killed before run.json listed it
@@ -340,7 +340,7 @@ class RunWriter:
             replace_atomically(path, header)
             self._file = AppendedFile(path, is_new=False)
 
-        self._peers.run_on_all(open_it, task=f"opening its stream in {self.path}")
+        self._peers.run_on_all(create_stream, task=f"opening its stream in {self.path}")
 
     def _end(self, file: AppendedFile | None, *, complete: bool) -> None:
         evidence, self._evidence = self._evidence, None

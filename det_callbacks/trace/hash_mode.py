@@ -215,11 +215,11 @@ class HashMode:
         return left_out
 
     def pause(self) -> None:
-        """Record no ops until ``go_on`` or the end of the step: they belong to no training step."""
+        """Record no ops until ``unpause`` or the end of the step: they belong to no training step."""
         if self._listener.mode is not None:
             self._listener.mode.recorder = None
 
-    def go_on(self) -> None:
+    def unpause(self) -> None:
         """Resume recording after ``pause``."""
         if self._listener.mode is not None:
             self._listener.mode.recorder = self.recorder

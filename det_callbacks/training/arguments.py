@@ -89,13 +89,13 @@ class RunArguments:
             settings = DeterminismSettings.from_mapping(settings)
         self.settings = settings
         self.choices: dict[str, Any] = {}
-        self._check_what_goes_together()
+        self._check_combinations()
         self._begin_closed()
 
     def _begin_closed(self) -> None:
         """Initialise the attributes of a run that has not begun."""
 
-    def _check_what_goes_together(self) -> None:
+    def _check_combinations(self) -> None:
         selection = self.selection
         got = f"got level={selection.level!r} and {selection.shown_steps}."
         if self.mode == "record" and self.replay and (selection.level != "op" or not selection.is_every_step):

@@ -35,7 +35,7 @@ def wait(owner: object, unfinished: Callable[[], DetCallbacksError | None]) -> N
     _waiting[owner] = unfinished
 
 
-def go_on(owner: object) -> None:
+def stop_waiting(owner: object) -> None:
     """Stop waiting, because the owner's next fit begins."""
     _waiting.pop(owner, None)
 

@@ -92,8 +92,8 @@ class Session:
     # ``end_step`` and ``put_metrics`` return whether to stop, ``begin_gradients`` sets the phase,
     # ``flush`` writes evidence
     begin_step = mark = note_loss = begin_gradients = end_step = drop_step = flush = _nothing
-    # between ``pause`` and ``go_on`` ops belong to no step
-    pause = go_on = _nothing
+    # between ``pause`` and ``unpause`` ops belong to no step
+    pause = unpause = _nothing
     # ``follow`` precedes the setup of the data, ``attach`` follows it; ``close`` may be called twice
     follow = attach = close = put_metrics = resume_metrics = _nothing
     # ``end`` prints the closing line and raises; ``stop`` closes the files after an exception
@@ -235,8 +235,8 @@ class TracedSession(Session):
         self._hash_mode.pause()
 
     @override
-    def go_on(self) -> None:
-        self._hash_mode.go_on()
+    def unpause(self) -> None:
+        self._hash_mode.unpause()
 
     @override
     def end_step(self, step: int, epoch: int, outputs: Any) -> bool:

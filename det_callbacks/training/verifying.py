@@ -29,7 +29,7 @@ from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.runs.store import Run
 from det_callbacks.text import count
-from det_callbacks.training.fits import go_on, wait
+from det_callbacks.training.fits import stop_waiting, wait
 from det_callbacks.training.session import FIT, TracedSession
 from det_callbacks.verdict import Verdict
 from det_callbacks.verify.verification import Verification, free_folder, open_reference, write_verdict
@@ -61,7 +61,7 @@ class Verifying(TracedSession):
     @override
     def begin(self, *, is_resumed: bool = False, call: str | None = None) -> None:
         super().begin(is_resumed=is_resumed, call=call)
-        go_on(self)
+        stop_waiting(self)
         self.verdict, was_open = None, self.run is not None
         if not was_open:
             arguments, peers = self.arguments, self.peers

@@ -30,12 +30,12 @@ def test_a_digest_is_that_of_the_output():
 def test_what_runs_between_pause_and_go_on_is_left_out():
     mode = HashMode()
     mode.pause()  # outside a step both change nothing
-    mode.go_on()
+    mode.unpause()
     with mode:
         ones = torch.ones(2)
         mode.pause()
         total = ones.sin()
-        mode.go_on()
+        mode.unpause()
         total.cos()
     sites = mode.trace.program.sites
     assert [site.op for site in sites if site.role == "output"] == ["aten.ones.default", "aten.cos.default"]

@@ -85,7 +85,7 @@ class StreamedDigest(TritonDigest):
     def wait_for(self, stream: Hashable) -> None:
         self.waits.append((self.current, stream))
 
-    def _tell_allocator(self, tensor: torch.Tensor, stream: Hashable) -> None:
+    def _record_stream(self, tensor: torch.Tensor, stream: Hashable) -> None:
         self.uses.append((stream, tensor.data_ptr()))
 
     def _on(self, stream: Hashable) -> Any:

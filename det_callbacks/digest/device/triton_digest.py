@@ -160,10 +160,10 @@ class TritonDigest:
         # A microsecond each. The allocator does nothing if a storage was allocated on this stream.
         for storage, _, _ in spans:
             self._scratch.set_(storage)
-            self._tell_allocator(self._scratch, stream)
+            self._record_stream(self._scratch, stream)
         self._scratch.set_(self._nothing)
 
-    def _tell_allocator(self, tensor: torch.Tensor, stream: Hashable) -> None:
+    def _record_stream(self, tensor: torch.Tensor, stream: Hashable) -> None:
         if isinstance(stream, torch.cuda.Stream):
             tensor.record_stream(stream)
 

@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from det_callbacks.errors import SelectionError
-from det_callbacks.integrations.command import claim_run, print_errors_plainly, read_arguments, tell_command
+from det_callbacks.integrations.command import claim_run, print_errors_plainly, read_arguments, report_to_command
 from det_callbacks.integrations.lightning.determinism import DeterminismCallback
 from det_callbacks.integrations.lightning.progress import print_beside_bar
 
@@ -42,7 +42,7 @@ class LaunchedCallback(DeterminismCallback):
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         super().on_exception(trainer, pl_module, exception)
-        tell_command(exception)  # Hydra or the script may catch it
+        report_to_command(exception)  # Hydra or the script may catch it
 
 
 @cache  # all Trainers share one run

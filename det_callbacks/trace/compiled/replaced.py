@@ -31,8 +31,8 @@ class ReplacedInTorch(ReplacedMethods):
         self._output_graph: Any = None  # looking it up takes 10 microseconds, and each step follows
         self._instead: dict[str, Callable[..., Any]] = {
             dynamo.COMPILES_GRAPH: self._compile,
-            "capture_begin": partial(self._tell, "before_capture"),
-            "replay": partial(self._tell, "before_replay"),
+            "capture_begin": partial(self._notify, "before_capture"),
+            "replay": partial(self._notify, "before_replay"),
             "__call__": self._run_earlier,
         }
         self._wrappers: dict[str, Any] = {}  # the last one of each method, since each step may replace it
@@ -96,7 +96,7 @@ class ReplacedInTorch(ReplacedMethods):
         run = partial(call_graph, graph, inputs)
         return self.watchers[-1].run_earlier(run) if self.watchers else run()
 
-    def _tell(self, before: str, method: Callable[..., Any], graph: Any, *args: Any, **kwargs: Any) -> Any:
+    def _notify(self, before: str, method: Callable[..., Any], graph: Any, *args: Any, **kwargs: Any) -> Any:
         for watcher in self.watchers:
             getattr(watcher, before)(graph)
         return method(graph, *args, **kwargs)

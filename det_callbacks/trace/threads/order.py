@@ -147,7 +147,7 @@ class _Ordering:
                 self._place(line.groups[-1])
             if not self._own[at].is_of_backward:
                 self._place(self._own[at])
-                self._go_on()
+                self._place_ready_groups()
                 at += 1
                 continue
             end = next((end for end in range(at, len(self._own)) if not self._own[end].is_of_backward), len(self._own))
@@ -211,14 +211,14 @@ class _Ordering:
         line = self._lines[id(group.strand)]
         while not group.is_placed:
             self._append(line.groups[line.num_placed])
-        self._go_on()
+        self._place_ready_groups()
 
     def _append(self, group: Group) -> None:
         for read in (self._group_of[at] for at in group.reads):
             if read.is_read_first and not read.is_placed:
                 self._readers[read.positions[0]] = self._readers.get(group.positions[0], group.call)
             self._place(read)
-        if group.is_placed:  # by ``_go_on``, after the last read
+        if group.is_placed:  # by ``_place_ready_groups``, after the last read
             return
         group.is_placed = True
         for position in group.positions:
@@ -229,7 +229,7 @@ class _Ordering:
         if group.strand is not None:
             self._lines[id(group.strand)].num_placed += 1
 
-    def _go_on(self) -> None:
+    def _place_ready_groups(self) -> None:
         """Place the next groups of started strands, until each waits for another group."""
         before = -1
         while before != len(self.order):

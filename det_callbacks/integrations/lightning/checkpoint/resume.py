@@ -226,11 +226,11 @@ class Resuming:
         if self._pending is None or loop.epoch_loop.done:
             return
         is_new = self._position is not before
-        go_on = partial(self._go_on, loop, self._pending, fetcher, is_new_iteration=is_new)
-        self._peers.run_on_all(go_on, task="skipping to its position in the data")
+        seek = partial(self._seek, loop, self._pending, fetcher, is_new_iteration=is_new)
+        self._peers.run_on_all(seek, task="skipping to its position in the data")
         self._pending = None
 
-    def _go_on(self, loop: Any, state: Part, fetcher: Any, *, is_new_iteration: bool) -> None:
+    def _seek(self, loop: Any, state: Part, fetcher: Any, *, is_new_iteration: bool) -> None:
         tensors, self._tensors = self._tensors, {}
         if state.position is not None:
             # else Lightning skips the plateau schedulers at the end of this epoch
