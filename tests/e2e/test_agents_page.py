@@ -5,56 +5,22 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import yaml
+from agents_page import CAUSES, PAGE, SKILL, commands, fields, read, rows, sections
 from checking import Ended
-from test_cause_examples import EXAMPLES
 from test_followed_loops import fork
 
 from det_callbacks import cli
 from det_callbacks.cli import check as checks
 from det_callbacks.verdict import Cause
 
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "agents.md"
-SKILL = ROOT / "docs" / "skills" / "det-callbacks" / "SKILL.md"
 APP = Path(__file__).with_name("racing_app.py")
 FIELD = re.compile(r"`((?:first_divergence|environment)\.[\w.\[\]]+|record_next|cause|evidence|origins)`")
-CAUSES = "What each cause asks for"
 SCRIPT = ["--", "python", "train.py"]
-
-
-def sections(page: str) -> dict[str, str]:
-    """Return the text of each section by its heading."""
-    headings = re.split(r"(?m)^## (.*)$", page)
-    return dict(zip(headings[1::2], headings[2::2], strict=True))
-
-
-def commands(text: str) -> list[str]:
-    blocks = re.findall(r"(?s)```console\n(.*?)```", text)
-    return re.findall(r"(?m)^\s*\$ det-callbacks (.*)$", "\n".join(blocks))
-
-
-def rows(text: str) -> Iterator[list[str]]:
-    for row in re.findall(r"(?m)^\| (`.*) \|$", text):
-        yield row.split(" | ")
-
-
-def fields(text: str) -> list[str]:
-    """Return the JSON fields that a table of a section tells an agent to read."""
-    table = text.partition("| field | what it holds |")[2].partition("\n\n")[0]
-    return [cells[0].strip("`") for cells in rows(table)]
-
-
-def read(content: Any, path: str) -> Any:
-    """Return what a path such as ``first_divergence.source[0]`` names; KeyError or IndexError if there is nothing."""
-    for name, index in re.findall(r"([a-z_]+)|\[(\d+)\]", path):
-        content = content[name] if name else content[int(index)]
-    return content
 
 
 class Agent:
@@ -142,6 +108,22 @@ def test_an_agent_that_follows_the_page_ends_at_the_line(
     assert agent.follow("Prove the fix")[1] == [0]
 
 
+def test_what_could_not_be_done_has_no_json_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(checks, "run_process", fork)
+    agent = Agent(capfd)
+    for command in (*commands(agent.page["2. Compare"]), *commands(agent.page["Mistakes that repeat"])):
+        ended = agent.run(command)
+        assert (ended.status, ended.text) == (2, "")
+        assert "There is no run in refs/first" in ended.errors
+    Path("train.py").write_text("raise SystemExit(3)")
+    ended = agent.run(commands(agent.page["1. Record both runs"])[0])
+    assert ended.status == 2
+    assert [line for line in ended.text.splitlines() if line.startswith("The script")]
+
+
 def test_the_short_form_has_the_same_commands_and_fields() -> None:
     page, skill = PAGE.read_text(), SKILL.read_text()
     assert set(commands(skill)) <= set(commands(page))
@@ -166,16 +148,3 @@ def test_the_skill_file_has_the_form_that_agents_load() -> None:
 def test_the_table_of_causes_has_each_cause() -> None:
     causes = [cause for cells in rows(sections(PAGE.read_text())[CAUSES]) for cause in re.findall(r"`(\w+)`", cells[0])]
     assert sorted(causes) == sorted(get_args(Cause))
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_the_fields_of_a_cause_say_where_to_look(example: str, tmp_path: Path) -> None:
-    verdict = json.loads(json.dumps(EXAMPLES[example](tmp_path).to_dict()))
-    (cells,) = (cells for cells in rows(sections(PAGE.read_text())[CAUSES]) if f"`{verdict['cause']}`" in cells[0])
-    named = [field for field in re.findall(r"`([a-z_.]+)`", cells[1]) if field.partition(".")[0] in verdict]
-    assert named
-    assert [field for field in named if read(verdict, field)], f"{named} say nothing"
-    if "environment.differences" in named:
-        (choice,) = (one for one in verdict["environment"]["differences"] if one["is_machine"] is False)
-        assert {"name", "reference", "current"} <= set(choice)

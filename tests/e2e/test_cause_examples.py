@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agents_page import require_fields_of_its_cause
 from rule_pages import example, is_current, name_of
 from step_builder import FLOAT, StepBuilder, both, judge, training_step
 from test_named_causes import FAULTS, Training
@@ -132,6 +133,7 @@ def test_the_example_of_a_rule_is_what_a_verdict_says(rule: Any, tmp_path: Path)
     verdict = EXAMPLES[name_of(rule)](tmp_path)
     assert "\n".join(textwrap.wrap(verdict.explanation, 92, break_on_hyphens=False)) == example(rule)
     assert verdict.cause in rule.CAUSES
+    require_fields_of_its_cause(verdict)
 
 
 def test_the_page_of_the_causes_is_made_of_their_files() -> None:
