@@ -290,4 +290,4 @@ def test_hash_seed_and_threads_are_named(tmp_path):
     assert [entry.name for entry in hashing.environment] == ["env.PYTHONHASHSEED"]
     memory = compare_runs(home / "reference", home / "memory")
     assert (memory.verdict, memory.first_divergence.name) == ("diverged", "loss")
-    assert "repeats itself, bit for bit; its results depend on threads, hash-seed, memory; kept in" in done.stdout
+    assert "is reproducible, bit for bit; its results depend on threads, hash-seed, memory; kept in" in done.stdout

@@ -296,7 +296,7 @@ FAULTS = {
     "callback before ours draws": planted(
         "rng", "matches after backward of step 0", first_callbacks=(DrawsAtBatchEnd,)
     ),
-    "a step without a loss": planted("forward", "Step 2, forward: ", " ran only in the reference", skips=True),
+    "a step without a loss": planted("forward", "Step 2, forward: ", " only in the reference", skips=True),
     "dropout": planted(
         "settings",
         "hparams.dropout is 0.0 in the reference and 0.1 in the current run, which explains the first difference",
