@@ -204,8 +204,8 @@ class TrainingRun(FollowedRun):
         super().__init__(reference, **arguments)
 
     @override
-    def _begin_closed(self) -> None:
-        super()._begin_closed()
+    def _reset(self) -> None:
+        super()._reset()
         self._replaced = ReplacedMethods(_PLACES)
         self._is_in_step = self._has_batches = self._is_resumed = False
         self._has_differed = False  # whether a logged value has

@@ -90,9 +90,9 @@ class RunArguments:
         self.settings = settings
         self.choices: dict[str, Any] = {}
         self._check_combinations()
-        self._begin_closed()
+        self._reset()
 
-    def _begin_closed(self) -> None:
+    def _reset(self) -> None:
         """Initialise the attributes of a run that has not begun."""
 
     def _check_combinations(self) -> None:

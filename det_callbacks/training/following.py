@@ -41,7 +41,7 @@ class FollowedRun(RunArguments):
     _training: Training
 
     @override
-    def _begin_closed(self) -> None:
+    def _reset(self) -> None:
         self.verdict: Verdict | None = None
         self.audit_report: AuditReport | None = None
         self._group = RankGroup()
@@ -134,6 +134,7 @@ class FollowedRun(RunArguments):
             raise error
 
     def _after_step(self) -> bool:
+        """Return whether something else than the step differs, such as a metric."""
         return False
 
     def _stop_together(self, *, differs: bool, asks_now: bool = True) -> None:

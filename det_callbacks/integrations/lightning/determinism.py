@@ -103,8 +103,8 @@ class DeterminismCallback(FollowedRun, pl.Callback):
     gives_way = False  # whether this callback leaves the Trainer to another one
 
     @override
-    def _begin_closed(self) -> None:
-        super()._begin_closed()
+    def _reset(self) -> None:
+        super()._reset()
         join_twins(DeterminismCallback)  # pytorch_lightning may be imported later than this module
         self._logged = LoggedMetrics()
         self._progress = ProgressReporter()
@@ -164,7 +164,8 @@ class DeterminismCallback(FollowedRun, pl.Callback):
         self._checkpoints.begin_fit(self._identity())
         self._follow()
         resuming = self._checkpoints.resuming
-        self._session.idle_before, resuming.reader = resuming.idle, self._session.reader
+        self._session.idle_before = resuming.idle
+        resuming.reader = self._session.reader
         if self.log_metrics and self.mode != "audit":
             self._progress.begin_fit(trainer, is_recording=self.mode == "record")
 
@@ -256,17 +257,20 @@ class DeterminismCallback(FollowedRun, pl.Callback):
         self._watch_ops(is_on=False)
         if not trainer.sanity_checking:
             self._hooks.mark("after validation")
-        session, call, epoch = self._session, self._call, trainer.current_epoch
         if trainer.sanity_checking:
             self._logged.first_batches = {}  # Lightning discards values logged there
-        elif call is not None and self._is_open:
-            self._logged.read(trainer, call, session.num_calls(call), epoch=epoch)
-            session.stages.append(call)
-            self._call = None
-            self._end()
+        elif self._call is not None and self._is_open:
+            self._end_call(trainer, self._call)
         elif self._is_fitting and not self._logged.is_resuming:
-            differs = self._logged.read(trainer, "validation", self._logged.step, epoch=epoch)
+            differs = self._logged.read(trainer, "validation", self._logged.step, epoch=trainer.current_epoch)
             self._stop_together(differs=differs)
+
+    def _end_call(self, trainer: pl.Trainer, call: str) -> None:
+        """End a call of ``trainer.validate`` or ``trainer.test``, which is compared by its metrics."""
+        self._logged.read(trainer, call, self._session.num_calls(call), epoch=trainer.current_epoch)
+        self._session.stages.append(call)
+        self._call = None
+        self._end()
 
     on_test_start, on_test_batch_start = on_validation_start, on_validation_batch_start
     on_test_end = on_validation_end
@@ -313,6 +317,6 @@ class DeterminismCallback(FollowedRun, pl.Callback):
             self._end()  # a fit without steps skips on_train_end
         finally:
             self._stage.close()
-        left, self._call = self._call, None
-        if left is not None:  # the fit had no batch
-            raise NothingComparedError(no_metrics_text(left, reference=self.reference))
+        call_without_batch, self._call = self._call, None
+        if call_without_batch is not None:
+            raise NothingComparedError(no_metrics_text(call_without_batch, reference=self.reference))
