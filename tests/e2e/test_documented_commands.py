@@ -382,4 +382,4 @@ def test_the_commands_of_the_recipe_find_it_in_bounded_memory(tmp_path, number, 
     for line in (*promised, f"one digest differs ... {place}, aten.add.Tensor #16 in model.layers.19; 1 s"):
         assert re.search(pattern_of(line), said), line
     peak, before = map(int, re.search(r"peak of memory: (\d+) MiB, (\d+) MiB of it before", said).groups())
-    assert peak - before < 64  # the rest is what is imported
+    assert peak - before < 112  # modules that are imported, and the digests of eight ranks, read for findings

@@ -231,6 +231,18 @@ def test_methods_of_torch_are_replaced_while_somebody_follows_and_no_longer(tmp_
         assert owner.call_user_compiler is original
 
 
+def test_a_method_that_was_replaced_in_between_is_the_one_that_is_called(monkeypatch):
+    owner = torch._dynamo.output_graph.OutputGraph
+    with nobody_follows():
+        called = []
+        for name in ("first", "second"):
+            monkeypatch.setattr(owner, "call_user_compiler", lambda *_, name=name: called.append(name))
+            for _ in range(2):
+                with HashMode():
+                    assert owner.call_user_compiler.__wrapped__(None) is None
+        assert called == ["first", "first", "second", "second"]
+
+
 def test_memory_that_a_region_uses_again_was_digested_before():
     def run(_: Any, x: torch.Tensor) -> Any:
         inner = x.exp()
