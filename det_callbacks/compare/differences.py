@@ -81,11 +81,13 @@ class StepDifference:
         self.rank, self.segment, self.step = current.rank, current.record.segment, current.record.step
         reference_places, current_places = alignment.reference, alignment.current
         self.pairs = list(zip(reference_places.tolist(), current_places.tolist(), strict=True))
-        self._both = both = (reference_places >= 0) & (current_places >= 0)
+        both = (reference_places >= 0) & (current_places >= 0)
+        self._both = both
         other_bits = np.zeros(len(alignment), dtype=bool)
         reference_digests = reference.record.digests[reference_places[both]]
         other_bits[both] = reference_digests != current.record.digests[current_places[both]]
-        other_layout = self._other_layout = np.zeros(len(alignment), dtype=bool)
+        other_layout = np.zeros(len(alignment), dtype=bool)
+        self._other_layout = other_layout
         if not alignment.is_same_program or reference.record.layout_id != current.record.layout_id:
             reference_entries, current_entries = reference.layout.entries, current.layout.entries
             pairs = zip(reference_places[both].tolist(), current_places[both].tolist(), strict=True)
@@ -109,7 +111,8 @@ class StepDifference:
         others = np.flatnonzero(self.differs & other_layout & ~other_bits).tolist()
         views = [row for row in others if self.site(row).role == "input" and self.site(row).name]
         if len(views) < len(kinds):
-            self.differs[views] = other_layout[views] = False
+            self.differs[views] = False
+            other_layout[views] = False
             kinds = {row: kind for row, kind in kinds.items() if row not in views}
         self.kinds: Mapping[int, Kind] = dict(sorted(kinds.items()))
         self.num_differing = len(kinds)
