@@ -34,8 +34,8 @@ def cause_of_first(facts: Facts) -> Cause:
 
 def _cause_of_state_left(facts: Facts) -> Cause:
     """Return the cause of state that only differs after the step: the optimizer owns what has a gradient."""
-    ours, theirs = facts.gradients
-    gradients = {*ours, *theirs}
+    reference, current = facts.gradients
+    gradients = {*reference, *current}
     if is_of_parameter(facts.first) or f"grad of {facts.first.divergence.name}" in gradients:
         return "optimizer"
     return "forward" if gradients else "unknown"  # an update without an optimizer may run anywhere

@@ -18,12 +18,12 @@ def find(facts: Facts) -> Answer | None:
     first = facts.first.divergence
     if first.phase != "gradient" or first.op or first.kind not in ("missing", "extra"):
         return None
-    ours, theirs = facts.gradients
-    in_one_run = sorted({*ours} ^ {*theirs})
+    reference, current = facts.gradients
+    in_one_run = sorted({*reference} ^ {*current})
     if in_one_run:
-        counts = f"{len({*ours})} gradients in the reference and {len({*theirs})} in the current run"
+        counts = f"{len({*reference})} gradients in the reference and {len({*current})} in the current run"
         what = f"the optimizer got {counts}; only one run has {listed(in_one_run)}"
-    elif len(ours) == len(theirs):
+    elif len(reference) == len(current):
         what = "the optimizer got the same gradients in a different order"
     else:
         return None

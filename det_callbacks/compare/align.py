@@ -10,27 +10,42 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from typing import Any, NamedTuple
+from enum import IntEnum
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from det_callbacks.compare.arguments import read_arguments
 from det_callbacks.runs.program import Site, StepView
 
-DIGEST, ARGUMENTS, STRUCTURE, OP = range(4)
-"""Levels of keys: the same bits; the same arguments and layouts; the same outputs and names; the same op.
-
-A name may be known on only one side, so equal bits match under any name.
-"""
-
 _LEADING = ("input", "generator", "delivered", "graph_output")
 
 Pairs = list[tuple[int, int]]
-Gap = tuple[int, int, int, int]
-"""Units without a match: start and stop in the reference, start and stop in the current step."""
+"""Positions in the reference and in the current step."""
+
+_Item = TypeVar("_Item")
 
 MAX_CELLS = 1_000_000
 """The largest product of two lengths for which a gap is searched for its longest common blocks; some 0.1 s."""
+
+
+class Level(IntEnum):
+    """What is equal in two units with the same key; the strictest first.
+
+    A name may be known on only one side, so equal bits match under any name.
+    """
+
+    DIGEST = 0  # the bits
+    ARGUMENTS = 1  # the arguments and layouts
+    STRUCTURE = 2  # the outputs and names
+    OP = 3  # the op
+
+
+class Gap(NamedTuple):
+    """Neighbouring units without a match, by index."""
+
+    reference: range
+    current: range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -56,10 +71,10 @@ def align(reference: StepView, current: StepView) -> Alignment:
     if reference.record.program_id == current.record.program_id:
         places = np.arange(len(reference.program), dtype=np.int64)
         return Alignment(reference=places, current=places, is_same_program=True)
-    numbers: dict[Hashable, int] = {}
-    units = _group(reference, numbers), _group(current, numbers)
-    rows = _join((reference, current), units, _match_units(*units))
-    table = np.array(rows, dtype=np.int64).reshape(-1, 2)
+    key_ids: dict[Hashable, int] = {}
+    reference_step, current_step = _group(reference, key_ids), _group(current, key_ids)
+    matches = _match_units(reference_step.units, current_step.units)
+    table = np.array(_join(reference_step, current_step, matches), dtype=np.int64).reshape(-1, 2)
     return Alignment(reference=table[:, 0], current=table[:, 1])
 
 
@@ -68,37 +83,48 @@ class _Unit(NamedTuple):
     rows: range  # outputs of a call, or a named row; a call without outputs has its argument row here
     argument: int  # the argument row of a call with outputs, or -1
     names: tuple[str | None, ...]  # of ``rows``
-    keys: tuple[int, int, int, int]  # by level; equal on both sides for equal keys
+    keys: tuple[int, int, int, int]  # ids of its keys by level; equal on both sides for equal keys
 
 
-def _group(view: StepView, numbers: dict[Hashable, int]) -> list[_Unit]:
-    """Return the units of a step in order; ``numbers`` has the keys of both sides."""
+class _Step(NamedTuple):
+    view: StepView
+    units: list[_Unit]  # in order
 
-    def number(*key: Hashable) -> int:
-        return numbers.setdefault(key, len(numbers))
+
+def _group(view: StepView, key_ids: dict[Hashable, int]) -> _Step:
+    """Group the rows of a step into units; ``key_ids`` gets the keys of both sides."""
+
+    def key_id(*key: Hashable) -> int:
+        return key_ids.setdefault(key, len(key_ids))
 
     sites, digests = view.program.sites, view.record.digests.tolist()
     # by object: hashing each entry again would cost more
     by_object = {id(entry): entry for entry in view.layout.entries}
-    known = {key: number("layout", entry) for key, entry in by_object.items()}
-    layouts = [known[id(entry)] for entry in view.layout.entries]
+    id_by_object = {key: key_id("layout", entry) for key, entry in by_object.items()}
+    layouts = [id_by_object[id(entry)] for entry in view.layout.entries]
     units = []
     for lead, start, stop in _bounds(sites):
         has_argument = sites[start].role == "argument" and stop > start + 1
-        first = start + has_argument
+        first = start + 1 if has_argument else start
         rows = sites[first:stop]
         head = rows[0]
         # names identify rows of the state or the batch
-        what = (head.op,) if head.op else (head.op, head.role, head.name)
-        kind = number(OP, head.phase, head.module, *what)
+        op_or_name = (head.op,) if head.op else (head.op, head.role, head.name)
+        op = key_id(Level.OP, head.phase, head.module, *op_or_name)
         outputs, names = tuple((row.role, row.output) for row in rows), tuple(row.name for row in rows)
-        structure = number(STRUCTURE, kind, outputs, names)
+        structure = key_id(Level.STRUCTURE, op, outputs, names)
         given = (tuple(layouts[first:stop]), read_arguments(view, first).canonical if head.op else None)
-        arguments = number(ARGUMENTS, structure, given)
-        bits = number(DIGEST, kind, outputs, given, tuple(digests[first:stop]))
-        keys = (bits, arguments, structure, kind)
-        units.append(_Unit(range(lead, start), range(first, stop), start if has_argument else -1, names, keys))
-    return units
+        arguments = key_id(Level.ARGUMENTS, structure, given)
+        bits = key_id(Level.DIGEST, op, outputs, given, tuple(digests[first:stop]))
+        unit = _Unit(
+            leads=range(lead, start),
+            rows=range(first, stop),
+            argument=start if has_argument else -1,
+            names=names,
+            keys=(bits, arguments, structure, op),
+        )
+        units.append(unit)
+    return _Step(view, units)
 
 
 def _bounds(sites: tuple[Site, ...]) -> Iterator[tuple[int, int, int]]:
@@ -119,15 +145,18 @@ def _bounds(sites: tuple[Site, ...]) -> Iterator[tuple[int, int, int]]:
 
 
 def _skip_leading(sites: tuple[Site, ...], place: int) -> int:
-    """Return the position of the op that made the input rows from here on; ``place`` if no op made them."""
+    """Return the first row of the call that reads the input rows from here on; ``place`` if no call reads them all."""
     start = place
     while start < len(sites) and sites[start].role in _LEADING:
         start += 1
     if start == place or start == len(sites) or not sites[start].op:
         return place
-    reader = sites[min(start + (sites[start].role == "argument"), len(sites) - 1)]
+    reader = sites[start]
+    if reader.role == "argument" and start + 1 < len(sites):
+        reader = sites[start + 1]
     # generators at a step's top belong to no op
-    return start if {*range(place, start)} <= {*reader.inputs} else place
+    reads_all_rows = set(range(place, start)).issubset(reader.inputs)
+    return start if reads_all_rows else place
 
 
 def _follows(site: Site, before: Site, output: int) -> bool:
@@ -138,83 +167,118 @@ def _follows(site: Site, before: Site, output: int) -> bool:
 def _match_units(reference: list[_Unit], current: list[_Unit]) -> Pairs:
     """Return matched units in order: index in the reference, index in the current step."""
     pairs: Pairs = []
-    gaps: list[Gap] = [(0, len(reference), 0, len(current))]
-    for level in (DIGEST, ARGUMENTS, STRUCTURE, OP):
-        left, right = ([unit.keys[level] for unit in units] for units in (reference, current))
-        gaps = [part for gap in gaps for part in _split(left, right, gap, pairs, suffix_first=level != DIGEST)]
-        if level == DIGEST:
-            same = {gap for gap in gaps if _is_same_sequence(reference[slice(*gap[:2])], current[slice(*gap[2:])])}
-            pairs.extend(pair for gap in same for pair in zip(range(*gap[:2]), range(*gap[2:]), strict=True))
-            gaps = [gap for gap in gaps if gap not in same]
+    gaps = [Gap(range(len(reference)), range(len(current)))]
+    for level in Level:
+        reference_keys = [unit.keys[level] for unit in reference]
+        current_keys = [unit.keys[level] for unit in current]
+        unmatched: list[Gap] = []
+        for gap in gaps:
+            found, remaining = _split(reference_keys, current_keys, gap, suffix_first=level != Level.DIGEST)
+            pairs += found
+            unmatched += remaining
+        gaps = unmatched
+        if level == Level.DIGEST:
+            gaps = []
+            for gap in unmatched:
+                if _is_same_sequence(_in_range(reference, gap.reference), _in_range(current, gap.current)):
+                    pairs += zip(gap.reference, gap.current, strict=True)
+                else:
+                    gaps.append(gap)
     return sorted(pairs)
 
 
-def _split(left: list[int], right: list[int], gap: Gap, pairs: Pairs, *, suffix_first: bool) -> list[Gap]:
-    """Add the matches of a gap to ``pairs``; return the gaps that are left."""
-    gap = _trim(left, right, gap, pairs, suffix_first=suffix_first)
-    matched = _match(left, right, gap)
-    pairs.extend(matched)
-    return [_trim(left, right, part, pairs, suffix_first=suffix_first) for part in _gaps_between(matched, gap)]
+def _split(
+    reference_keys: list[int], current_keys: list[int], gap: Gap, *, suffix_first: bool
+) -> tuple[Pairs, list[Gap]]:
+    """Return the matches in a gap, and the gaps that remain between them."""
+    pairs, middle = _trim(reference_keys, current_keys, gap, suffix_first=suffix_first)
+    matches = _match(reference_keys, current_keys, middle)
+    pairs += matches
+    gaps = []
+    for part in _gaps_between(matches, middle):
+        found, remaining = _trim(reference_keys, current_keys, part, suffix_first=suffix_first)
+        pairs += found
+        gaps.append(remaining)
+    return pairs, gaps
 
 
-def _is_same_sequence(reference: list[_Unit], current: list[_Unit]) -> bool:
+def _is_same_sequence(reference: Sequence[_Unit], current: Sequence[_Unit]) -> bool:
     """Return whether both have the same ops: a search by arguments would then pair some with their neighbours."""
     return len(reference) == len(current) and all(
-        ours.keys[OP] == theirs.keys[OP] and _have_compatible_names(ours.names, theirs.names)
-        for ours, theirs in zip(reference, current, strict=True)
+        reference_unit.keys[Level.OP] == current_unit.keys[Level.OP]
+        and _have_compatible_names(reference_unit.names, current_unit.names)
+        for reference_unit, current_unit in zip(reference, current, strict=True)
     )
 
 
-def _have_compatible_names(left: Sequence[str | None], right: Sequence[str | None]) -> bool:
+def _have_compatible_names(reference: Sequence[str | None], current: Sequence[str | None]) -> bool:
     """Return whether names may name the same tensors in order; a name may be unknown on one side."""
-    if len(left) != len(right):
+    if len(reference) != len(current):
         return False
-    return all(None in (one, other) or one == other for one, other in zip(left, right, strict=True))
+    return all(None in pair or pair[0] == pair[1] for pair in zip(reference, current, strict=True))
 
 
-def _join(views: tuple[StepView, StepView], units: tuple[list[_Unit], list[_Unit]], matches: Pairs) -> Pairs:
+def _join(reference: _Step, current: _Step, matches: Pairs) -> Pairs:
     """Return the aligned rows of matched units; -1 means no row."""
-    partners = _pair_inputs(views, units, matches)
-    moved = set(partners.values())
-    ours, theirs = units
+    partners = _pair_inputs(reference, current, matches)
+    paired = set(partners.values())
     rows: Pairs = []
-    left = right = 0
-    for left_match, right_match in (*matches, (len(ours), len(theirs))):
-        rows.extend((place, -1) for unit in ours[left:left_match] for place in unit.rows)
-        for unit in theirs[right:right_match]:
-            rows.extend((partners[place], place) for place in unit.leads if place in partners)
-            rows.extend((-1, place) for place in unit.rows)
-        if left_match < len(ours):
-            rows.extend((place, -1) for place in ours[left_match].leads if place not in moved)
-            rows.extend((partners.get(place, -1), place) for place in theirs[right_match].leads)
-            rows.extend(_pair_outputs(views, ours[left_match], theirs[right_match]))
-        left, right = left_match + 1, right_match + 1
+    reference_start = current_start = 0
+    for reference_index, current_index in matches:
+        rows += _unmatched_rows(
+            reference.units[reference_start:reference_index], current.units[current_start:current_index], partners
+        )
+        reference_unit, current_unit = reference.units[reference_index], current.units[current_index]
+        rows += [(place, -1) for place in reference_unit.leads if place not in paired]
+        rows += [(partners.get(place, -1), place) for place in current_unit.leads]
+        rows += _pair_outputs(reference.view, reference_unit, current.view, current_unit)
+        reference_start, current_start = reference_index + 1, current_index + 1
+    return rows + _unmatched_rows(reference.units[reference_start:], current.units[current_start:], partners)
+
+
+def _unmatched_rows(reference: Sequence[_Unit], current: Sequence[_Unit], partners: dict[int, int]) -> Pairs:
+    """Return the rows of units without a match; of their input rows, only those with a partner."""
+    rows: Pairs = [(place, -1) for unit in reference for place in unit.rows]
+    for unit in current:
+        rows += [(partners[place], place) for place in unit.leads if place in partners]
+        rows += [(-1, place) for place in unit.rows]
     return rows
 
 
-def _pair_inputs(
-    views: tuple[StepView, StepView], units: tuple[list[_Unit], list[_Unit]], matches: Pairs
-) -> dict[int, int]:
-    """Return the input rows of the current step with theirs in the reference, those of matched calls first.
+def _pair_inputs(reference: _Step, current: _Step, matches: Pairs) -> dict[int, int]:
+    """Return the reference's input row for each input row of the current step that has one.
 
-    The others are paired by key, because an inserted op gets the rows of tensors that it reads first.
+    An inserted op gets the rows of tensors that it reads first, so rows outside matched calls are paired by key.
     """
+    partners = _pair_inputs_of_calls(reference, current, matches)
+    return partners | _pair_inputs_by_key(reference, current, partners)
+
+
+def _pair_inputs_of_calls(reference: _Step, current: _Step, matches: Pairs) -> dict[int, int]:
+    """Return the reference's input row for each input row of matched calls that read the same in order."""
     partners: dict[int, int] = {}
-    for left, right in matches:
-        leads = units[0][left].leads, units[1][right].leads
-        ours, theirs = (view.program.sites[rows.start : rows.stop] for view, rows in zip(views, leads, strict=True))
-        has_same_roles = [one.role for one in ours] == [one.role for one in theirs]
-        if has_same_roles and _have_compatible_names([one.name for one in ours], [one.name for one in theirs]):
-            partners.update(zip(leads[1], leads[0], strict=True))
-    paired = {*partners.values()}
-    ours_left = [place for unit in units[0] for place in unit.leads if place not in paired]
-    theirs_left = [place for unit in units[1] for place in unit.leads if place not in partners]
-    pairs = _pair_by_key(
-        [(_input_key(views[0], place), place) for place in ours_left],
-        [(_input_key(views[1], place), place) for place in theirs_left],
-    )
-    partners.update((place, partner) for partner, place in pairs if partner >= 0)
+    for reference_index, current_index in matches:
+        reference_rows, current_rows = reference.units[reference_index].leads, current.units[current_index].leads
+        reference_sites = _in_range(reference.view.program.sites, reference_rows)
+        current_sites = _in_range(current.view.program.sites, current_rows)
+        has_same_roles = [site.role for site in reference_sites] == [site.role for site in current_sites]
+        if has_same_roles and _have_compatible_names(
+            [site.name for site in reference_sites], [site.name for site in current_sites]
+        ):
+            partners.update(zip(current_rows, reference_rows, strict=True))
     return partners
+
+
+def _pair_inputs_by_key(reference: _Step, current: _Step, partners: dict[int, int]) -> dict[int, int]:
+    """Return the reference's input row for each of the current step that is not in ``partners``, if keys match."""
+    paired = {*partners.values()}
+    reference_rows = [place for unit in reference.units for place in unit.leads if place not in paired]
+    current_rows = [place for unit in current.units for place in unit.leads if place not in partners]
+    pairs = _pair_by_key(
+        [(_input_key(reference.view, place), place) for place in reference_rows],
+        [(_input_key(current.view, place), place) for place in current_rows],
+    )
+    return {current_row: reference_row for reference_row, current_row in pairs if reference_row >= 0}
 
 
 def _input_key(view: StepView, place: int) -> tuple[Hashable, ...]:
@@ -225,68 +289,86 @@ def _input_key(view: StepView, place: int) -> tuple[Hashable, ...]:
     return site.role, site.name, view.layout.entries[place], int(view.record.digests[place])
 
 
-def _pair_by_key(ours: Sequence[tuple[Hashable, int]], theirs: Sequence[tuple[Hashable, int]]) -> Pairs:
+def _pair_by_key(reference: Sequence[tuple[Hashable, int]], current: Sequence[tuple[Hashable, int]]) -> Pairs:
     """Return each current place with the first unused reference place of the same key, else -1."""
     unused: defaultdict[Hashable, list[int]] = defaultdict(list)
-    for key, place in reversed(ours):
+    for key, place in reversed(reference):
         unused[key].append(place)
-    return [(unused[key].pop() if unused[key] else -1, place) for key, place in theirs]
+    return [(unused[key].pop() if unused[key] else -1, place) for key, place in current]
 
 
-def _pair_outputs(views: tuple[StepView, StepView], ours: _Unit, theirs: _Unit) -> Pairs:
-    rows: Pairs = [(ours.argument, theirs.argument)] if min(ours.argument, theirs.argument) >= 0 else []
-    if _have_compatible_names(ours.names, theirs.names):
-        return rows + list(zip(ours.rows, theirs.rows, strict=True))
+def _pair_outputs(
+    reference_view: StepView, reference_unit: _Unit, current_view: StepView, current_unit: _Unit
+) -> Pairs:
+    rows: Pairs = []
+    if reference_unit.argument >= 0 and current_unit.argument >= 0:
+        rows.append((reference_unit.argument, current_unit.argument))
+    if _have_compatible_names(reference_unit.names, current_unit.names):
+        return rows + list(zip(reference_unit.rows, current_unit.rows, strict=True))
 
-    def keyed(view: StepView, unit: _Unit) -> list[tuple[Hashable, int]]:
+    def with_keys(view: StepView, unit: _Unit) -> list[tuple[Hashable, int]]:
         sites = view.program.sites
-        return [((sites[at].role, sites[at].name or sites[at].output), at) for at in unit.rows]
+        return [((sites[place].role, sites[place].name or sites[place].output), place) for place in unit.rows]
 
-    pairs = _pair_by_key(keyed(views[0], ours), keyed(views[1], theirs))
-    paired = {partner for partner, _ in pairs}
-    return [*rows, *((place, -1) for place in ours.rows if place not in paired), *pairs]
+    pairs = _pair_by_key(with_keys(reference_view, reference_unit), with_keys(current_view, current_unit))
+    paired = {reference_row for reference_row, _ in pairs}
+    return [*rows, *((place, -1) for place in reference_unit.rows if place not in paired), *pairs]
 
 
-def _trim(reference: Sequence[int], current: Sequence[int], gap: Gap, pairs: Pairs, *, suffix_first: bool) -> Gap:
-    """Add the common prefix and suffix of a gap to ``pairs``; return the gap that is left.
+def _trim(
+    reference_keys: Sequence[int], current_keys: Sequence[int], gap: Gap, *, suffix_first: bool
+) -> tuple[Pairs, Gap]:
+    """Return the matches in the common prefix and suffix of a gap, and the gap between them.
 
     ``suffix_first`` puts an insertion in the earliest possible place.
     """
-    r_start, r_stop, c_start, c_stop = gap
+    reference_start, reference_stop = gap.reference.start, gap.reference.stop
+    current_start, current_stop = gap.current.start, gap.current.stop
+    pairs: Pairs = []
     for is_suffix in (suffix_first, not suffix_first):
-        while r_start < r_stop and c_start < c_stop:
-            pair = (r_stop - 1, c_stop - 1) if is_suffix else (r_start, c_start)
-            if reference[pair[0]] != current[pair[1]]:
+        while reference_start < reference_stop and current_start < current_stop:
+            pair = (reference_stop - 1, current_stop - 1) if is_suffix else (reference_start, current_start)
+            if reference_keys[pair[0]] != current_keys[pair[1]]:
                 break
             pairs.append(pair)
             if is_suffix:
-                r_stop, c_stop = pair
+                reference_stop, current_stop = pair
             else:
-                r_start, c_start = r_start + 1, c_start + 1
-    return r_start, r_stop, c_start, c_stop
+                reference_start, current_start = reference_start + 1, current_start + 1
+    return pairs, Gap(range(reference_start, reference_stop), range(current_start, current_stop))
 
 
-def _match(left: Sequence[int], right: Sequence[int], gap: Gap) -> Pairs:
+def _match(reference_keys: Sequence[int], current_keys: Sequence[int], gap: Gap) -> Pairs:
     """Match the longest common blocks of a gap.
 
     In a large gap, keys match by their n-th occurrence from its end, as far as their order agrees.
     """
-    r_start, r_stop, c_start, c_stop = gap
-    if (r_stop - r_start) * (c_stop - c_start) > MAX_CELLS:
-        ours, theirs = _numbered(left, r_start, r_stop), _numbered(right, c_start, c_stop)
-        common = [(place, theirs[key]) for key, place in ours.items() if key in theirs]
+    if len(gap.reference) * len(gap.current) > MAX_CELLS:
+        reference_places = _places_by_occurrence(reference_keys, gap.reference)
+        current_places = _places_by_occurrence(current_keys, gap.current)
+        common = [(place, current_places[key]) for key, place in reference_places.items() if key in current_places]
         return _longest_increasing(common[::-1])
     # backwards, because the search puts insertions as late as possible
-    matcher = SequenceMatcher(None, left[r_start:r_stop][::-1], right[c_start:c_stop][::-1], autojunk=False)
-    places = ((block.a + at, block.b + at) for block in matcher.get_matching_blocks() for at in range(block.size))
-    return sorted((r_stop - 1 - x, c_stop - 1 - y) for x, y in places)
+    reference_backwards, current_backwards = gap.reference[::-1], gap.current[::-1]
+    matcher = SequenceMatcher(
+        None,
+        [reference_keys[index] for index in reference_backwards],
+        [current_keys[index] for index in current_backwards],
+        autojunk=False,
+    )
+    pairs: Pairs = []
+    for block in matcher.get_matching_blocks():
+        reference_block = reference_backwards[block.a : block.a + block.size]
+        current_block = current_backwards[block.b : block.b + block.size]
+        pairs += zip(reference_block, current_block, strict=True)
+    return pairs[::-1]
 
 
-def _numbered(keys: Sequence[int], start: int, stop: int) -> dict[tuple[int, int], int]:
-    """Return the places in a range by key and the number of its later occurrences, the last place first."""
+def _places_by_occurrence(keys: Sequence[int], places: range) -> dict[tuple[int, int], int]:
+    """Return places by key and the number of its later occurrences among them, the last place first."""
     seen: Counter[int] = Counter()
     found = {}
-    for place in reversed(range(start, stop)):
+    for place in reversed(places):
         key = keys[place]
         found[key, seen[key]] = place
         seen[key] += 1
@@ -294,21 +376,27 @@ def _numbered(keys: Sequence[int], start: int, stop: int) -> dict[tuple[int, int
 
 
 def _gaps_between(pairs: Pairs, gap: Gap) -> list[Gap]:
-    r_start, r_stop, c_start, c_stop = gap
+    """Return the gaps around the matches of a gap that have units on both sides."""
+    reference_start, current_start = gap.reference.start, gap.current.start
     gaps = []
-    for r_next, c_next in (*pairs, (r_stop, c_stop)):
-        if r_start < r_next and c_start < c_next:
-            gaps.append((r_start, r_next, c_start, c_next))
-        r_start, c_start = r_next + 1, c_next + 1
+    for reference_next, current_next in (*pairs, (gap.reference.stop, gap.current.stop)):
+        if reference_start < reference_next and current_start < current_next:
+            gaps.append(Gap(range(reference_start, reference_next), range(current_start, current_next)))
+        reference_start, current_start = reference_next + 1, current_next + 1
     return gaps
 
 
+def _in_range(items: Sequence[_Item], places: range) -> Sequence[_Item]:
+    return items[places.start : places.stop]
+
+
 def _longest_increasing(candidates: Pairs) -> Pairs:
-    """Return the longest run of pairs that ascends on both sides; the candidates ascend on the left."""
-    ends: list[int] = []
+    """Return the longest run of pairs that ascends in both steps; the candidates ascend in the reference."""
+    ends: list[int] = []  # the smallest last place in the current step of a run of each length
     runs: list[tuple[Any, ...]] = []  # the best run of each length: (last pair, run before it)
     for pair in candidates:
         length = bisect_left(ends, pair[1])
+        # patience sorting: the pair ends a better run of this length, or begins the next length
         ends[length : length + 1] = [pair[1]]
         runs[length : length + 1] = [(pair, runs[length - 1] if length else ())]
     found: Pairs = []

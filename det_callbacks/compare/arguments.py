@@ -87,19 +87,21 @@ def other_arguments(
     reference: StepView, current: StepView, pairs: Iterable[tuple[int, int]], differs: np.ndarray
 ) -> dict[int, ArgumentDifference]:
     """Return the rows with different arguments: the first of each call, and others that also differ."""
-    ours, theirs = reference.program.sites, current.program.sites
+    reference_sites, current_sites = reference.program.sites, current.program.sites
     by_call: dict[int, ArgumentDifference | None] = {}
     found: dict[int, ArgumentDifference] = {}
-    for row, (left, right) in enumerate(pairs):
-        if left < 0 or right < 0 or not theirs[right].op:
+    for row, (reference_place, current_place) in enumerate(pairs):
+        if reference_place < 0 or current_place < 0 or not current_sites[current_place].op:
             continue
-        before, now = ours[left], theirs[right]
-        is_same = not before.varying and not now.varying and before.arguments == now.arguments
-        if is_same or (before.role == "argument" and _has_outputs(theirs, right)):
+        reference_site, current_site = reference_sites[reference_place], current_sites[current_place]
+        has_numbers = bool(reference_site.varying or current_site.varying)
+        is_same = not has_numbers and reference_site.arguments == current_site.arguments
+        if is_same or (reference_site.role == "argument" and _has_outputs(current_sites, current_place)):
             continue
-        call = right - now.output
+        call = current_place - current_site.output
         if is_first := call not in by_call:
-            by_call[call] = _differing(read_arguments(reference, left), read_arguments(current, right))
+            reference_arguments = read_arguments(reference, reference_place)
+            by_call[call] = _differing(reference_arguments, read_arguments(current, current_place))
         difference = by_call[call]
         if difference is not None and (is_first or differs[row]):
             found[row] = difference

@@ -79,16 +79,22 @@ class StepDifference:
     def __init__(self, reference: StepView, current: StepView, alignment: Alignment) -> None:
         self.reference, self.current, self.alignment = reference, current, alignment
         self.rank, self.segment, self.step = current.rank, current.record.segment, current.record.step
-        lefts, rights = alignment.reference, alignment.current
-        self.pairs = list(zip(lefts.tolist(), rights.tolist(), strict=True))
-        self._both = both = (lefts >= 0) & (rights >= 0)
+        reference_places, current_places = alignment.reference, alignment.current
+        self.pairs = list(zip(reference_places.tolist(), current_places.tolist(), strict=True))
+        both = (reference_places >= 0) & (current_places >= 0)
+        self._both = both
         other_bits = np.zeros(len(alignment), dtype=bool)
-        other_bits[both] = reference.record.digests[lefts[both]] != current.record.digests[rights[both]]
-        other_layout = self._other_layout = np.zeros(len(alignment), dtype=bool)
+        reference_digests = reference.record.digests[reference_places[both]]
+        other_bits[both] = reference_digests != current.record.digests[current_places[both]]
+        other_layout = np.zeros(len(alignment), dtype=bool)
+        self._other_layout = other_layout
         if not alignment.is_same_program or reference.record.layout_id != current.record.layout_id:
-            ours, theirs = reference.layout.entries, current.layout.entries
-            pairs = zip(lefts[both].tolist(), rights[both].tolist(), strict=True)
-            other_layout[both] = [ours[left] != theirs[right] for left, right in pairs]
+            reference_entries, current_entries = reference.layout.entries, current.layout.entries
+            pairs = zip(reference_places[both].tolist(), current_places[both].tolist(), strict=True)
+            other_layout[both] = [
+                reference_entries[reference_place] != current_entries[current_place]
+                for reference_place, current_place in pairs
+            ]
         self.num_compared = int(both.sum())
         self.differs = other_bits | other_layout | ~both
         is_argument = self.differs & both & (self.roles == "argument")
@@ -99,13 +105,14 @@ class StepDifference:
         kinds: dict[int, Kind] = dict.fromkeys(np.flatnonzero(self.differs).tolist(), "content")
         kinds.update(dict.fromkeys(np.flatnonzero(self.differs & other_layout).tolist(), "structure"))
         kinds.update((row, "argument") for row, known in self.arguments.items() if known)
-        kinds.update(dict.fromkeys(np.flatnonzero(lefts < 0).tolist(), "extra"))
-        kinds.update(dict.fromkeys(np.flatnonzero(rights < 0).tolist(), "missing"))
+        kinds.update(dict.fromkeys(np.flatnonzero(reference_places < 0).tolist(), "extra"))
+        kinds.update(dict.fromkeys(np.flatnonzero(current_places < 0).tolist(), "missing"))
         # the layout of a named input is that of its first reader: a different reader is not a difference
         others = np.flatnonzero(self.differs & other_layout & ~other_bits).tolist()
         views = [row for row in others if self.site(row).role == "input" and self.site(row).name]
         if len(views) < len(kinds):
-            self.differs[views] = other_layout[views] = False
+            self.differs[views] = False
+            other_layout[views] = False
             kinds = {row: kind for row, kind in kinds.items() if row not in views}
         self.kinds: Mapping[int, Kind] = dict(sorted(kinds.items()))
         self.num_differing = len(kinds)
@@ -122,12 +129,15 @@ class StepDifference:
 
     def describe(self, row: int) -> Divergence:
         """Return the divergence of a row; a row that does not differ also gets the kind content."""
-        left, right = self.pairs[row]
-        site, ours, theirs = self.site(row), self.reference, self.current
-        layout = theirs.layout.entries[right] if right >= 0 else ours.layout.entries[left]
+        reference_place, current_place = self.pairs[row]
+        site, reference, current = self.site(row), self.reference, self.current
         if site.role in ("value", "argument", "graph"):
             layout = None
-        before = ours.program.sites[left] if left >= 0 else site
+        elif current_place >= 0:
+            layout = current.layout.entries[current_place]
+        else:
+            layout = reference.layout.entries[reference_place]
+        reference_site = reference.program.sites[reference_place] if reference_place >= 0 else site
         return Divergence(
             rank=self.rank,
             step=self.step,
@@ -136,28 +146,30 @@ class StepDifference:
             op=site.op,
             occurrence=site.occurrence,
             output=site.output,
-            name=site.name or before.name,
+            name=site.name or reference_site.name,
             kind=self.kinds.get(row, "content"),
-            source=site.source or before.source or self._lines_of_reader(row),
+            source=site.source or reference_site.source or self._lines_of_reader(row),
             shape=None if layout is None else layout.shape,
             dtype=None if layout is None else layout.dtype,
-            reference_digest=None if left < 0 else f"{int(ours.record.digests[left]):016x}",
-            current_digest=None if right < 0 else f"{int(theirs.record.digests[right]):016x}",
+            reference_digest=None if reference_place < 0 else f"{int(reference.record.digests[reference_place]):016x}",
+            current_digest=None if current_place < 0 else f"{int(current.record.digests[current_place]):016x}",
             is_origin=_IS_ORIGIN.get(self.start(row)),
             segment=self.segment,
         )
 
     def finding(self, row: int) -> Finding:
         """Return a differing row with the facts for its explanation."""
-        left, right = self.pairs[row]
-        ours, theirs = self.reference.layout.entries, self.current.layout.entries
+        reference_place, current_place = self.pairs[row]
+        layouts = None
+        if self._other_layout[row]:
+            layouts = self.reference.layout.entries[reference_place], self.current.layout.entries[current_place]
         return Finding(
             divergence=self.describe(row),
             row=row,
             role=self.site(row).role,
             start=self.start(row),
             is_rewired=self._is_rewired(row),
-            layouts=(ours[left], theirs[right]) if self._other_layout[row] else None,
+            layouts=layouts,
             arguments=self.arguments.get(row),
         )
 
@@ -170,18 +182,24 @@ class StepDifference:
 
     def digest(self, row: int) -> int:
         """Return the bits of a row: the current step's if it has one."""
-        left, right = self.pairs[row]
-        return int(self.current.record.digests[right] if right >= 0 else self.reference.record.digests[left])
+        reference_place, current_place = self.pairs[row]
+        if current_place >= 0:
+            return int(self.current.record.digests[current_place])
+        return int(self.reference.record.digests[reference_place])
 
     def side(self, row: int) -> tuple[Program, int]:
         """Return the program and the position of a row's site."""
-        left, right = self.pairs[row]
-        return (self.current.program, right) if right >= 0 else (self.reference.program, left)
+        reference_place, current_place = self.pairs[row]
+        if current_place >= 0:
+            return self.current.program, current_place
+        return self.reference.program, reference_place
 
-    def _by_row(self, ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+    def _by_row(self, reference: np.ndarray, current: np.ndarray) -> np.ndarray:
         """Merge two arrays by position into one by row: the current step's value if it has one."""
-        lefts, rights = self.alignment.reference, self.alignment.current
-        return np.asarray(np.where(rights >= 0, _with_blank(theirs)[rights], _with_blank(ours)[lefts]))
+        has_current = self.alignment.current >= 0
+        reference_by_row = _with_blank(reference)[self.alignment.reference]
+        current_by_row = _with_blank(current)[self.alignment.current]
+        return np.asarray(np.where(has_current, current_by_row, reference_by_row))
 
     @cached_property
     def roles(self) -> np.ndarray:
@@ -370,11 +388,11 @@ class StepDifference:
 
     def _is_rewired(self, row: int) -> bool:
         """Return whether an op with different bits or shapes reads different sites than in the reference."""
-        left, right = self.pairs[row]
+        reference_place, current_place = self.pairs[row]
         if self.alignment.is_same_program or not self.site(row).op or self.kinds[row] not in ("content", "structure"):
             return False
-        inputs = [self._partners.get(place, -1) for place in self.current.program.sites[right].inputs]
-        return sorted(inputs) != sorted(self.reference.program.sites[left].inputs)
+        inputs = [self._partners.get(place, -1) for place in self.current.program.sites[current_place].inputs]
+        return sorted(inputs) != sorted(self.reference.program.sites[reference_place].inputs)
 
     @cached_property
     def _partners(self) -> dict[int, int]:

@@ -41,6 +41,8 @@ SKETCHED = 4
 MIN_FOUND = 0.75
 """The share that is enough, because a sketch may leave one out."""
 
+_AS_LOADED = " as loaded"  # suffix of the names of tensors that were changed between the loader and the step
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
@@ -95,9 +97,8 @@ class GeneratorChange:
 class BatchChange:
     """How the batch of a step differs; None means unknown."""
 
-    indices: Literal["same", "reordered", "cut", "other"] | None = (
-        None  # that samplers drew; cut: different batch sizes
-    )
+    # how the indices that samplers drew differ; cut: different batch sizes
+    indices: Literal["same", "reordered", "cut", "other"] | None = None
     is_loaded_alike: bool | None = None  # the loaders' output matches
     found_at: int | None = None  # step of the reference with samples of this batch
     is_whole: bool = False  # that batch holds all of them
@@ -133,61 +134,83 @@ class Evidence:
     @property
     def other_starts(self) -> list[GeneratorChange]:
         """The generators that started in a different state."""
-        never_equal = (one for one in self.generators if one.has_other_start or one.equal_at is None)
+        never_equal = (change for change in self.generators if change.has_other_start or change.equal_at is None)
         return [*never_equal, *self.idle]
 
 
 def find_evidence(reference: Run, current: Run, difference: StepDifference) -> Evidence:
     """Return the evidence of both runs on a step that differs; an error if only one run has it."""
-    rank, segment, step = place = difference.rank, difference.segment, difference.step
-    ours, theirs = read_window(reference, *place), read_window(current, *place)
-    for run, window, other in ((reference, ours, theirs), (current, theirs, ours)):
-        has_step = window is not None and any(row.step == step for row in window.rows)
-        if other is not None and not has_step:
-            path = str(evidence_path(run.rank(rank).file_of(segment, step).path))
-            raise ReferenceFormatError(f"{path} has nothing of step {step}: a kill lost it, or it is gone", path)
-    if ours is None or theirs is None:
+    place = difference.rank, difference.segment, difference.step
+    step = difference.step
+    reference_window, current_window = read_window(reference, *place), read_window(current, *place)
+    if current_window is not None:
+        _require_step(reference, reference_window, *place)
+    if reference_window is not None:
+        _require_step(current, current_window, *place)
+    if reference_window is None or current_window is None:
         return Evidence()
-    evidence = compare_windows(ours, theirs, step)
-    if not any(difference.site(row).phase == "data" for row in difference.starting("outside")):
+    evidence = compare_windows(reference_window, current_window, step)
+    has_other_batch = any(difference.site(row).phase == "data" for row in difference.starting("outside"))
+    if not has_other_batch:
         return evidence
-    known, samples = ours.samples(step), theirs.samples(step)
-    others = [value for value in samples if value not in known][:SKETCHED]
+    reference_samples, current_samples = reference_window.samples(step), current_window.samples(step)
+    new_samples = [sample for sample in current_samples if sample not in reference_samples][:SKETCHED]
     found_at, is_whole = None, False
-    if others:
-        found_at, is_whole = _find_samples(reference, *place, others=others, samples=samples)
+    if new_samples:
+        found_at, is_whole = _find_samples(reference, *place, new_samples=new_samples, samples=current_samples)
+    is_loaded_alike = _is_loaded_alike(
+        (reference_window, difference.reference),
+        (current_window, difference.current),
+    )
     batch = replace(
         evidence.batch,
-        is_loaded_alike=_is_loaded_alike((ours, difference.reference), (theirs, difference.current)),
-        was_searched=bool(others),
+        is_loaded_alike=is_loaded_alike,
+        was_searched=bool(new_samples),
         found_at=found_at,
         is_whole=is_whole,
     )
     return replace(evidence, batch=batch)
 
 
-def _is_loaded_alike(*sides: tuple[Window, StepView]) -> bool | None:
+def _require_step(run: Run, window: Window | None, rank: int, segment: int, step: int) -> None:
+    """Raise ReferenceFormatError unless the evidence of a run has a step, which the other run has."""
+    if window is None or all(row.step != step for row in window.rows):
+        path = str(evidence_path(run.rank(rank).file_of(segment, step).path))
+        raise ReferenceFormatError(f"{path} has nothing of step {step}: a kill lost it, or it is gone", path)
+
+
+def _is_loaded_alike(reference: tuple[Window, StepView], current: tuple[Window, StepView]) -> bool | None:
     """Return whether the loaders returned the same batch, or None if neither run changed the batch after that."""
-    given, noted = [], []
-    for window, view in sides:
-        rows = window.batch(view.record.step)
-        sites = zip(view.program.sites, view.record.digests.tolist(), strict=True)
-        of_batch = ((site, bits) for site, bits in sites if (site.phase, site.role) == ("data", "named"))
-        given.append({f"{site.name} as loaded": bits for site, bits in of_batch})
-        noted.append({name: row.value for name, row in rows.items() if name.endswith(" as loaded")})
-    if any(noted) and given[0] | noted[0] == given[1] | noted[1]:
+    reference_changed, current_changed = _changed_after_loading(*reference), _changed_after_loading(*current)
+    reference_loaded = _given_batch(reference[1]) | reference_changed
+    current_loaded = _given_batch(current[1]) | current_changed
+    if (reference_changed or current_changed) and reference_loaded == current_loaded:
         return True
-    return False if all(noted) else None
+    return False if reference_changed and current_changed else None
+
+
+def _changed_after_loading(window: Window, view: StepView) -> dict[str, int]:
+    """Return the digests of the tensors as loaded that the run changed afterwards: "batch[0] as loaded" -> bits."""
+    rows = window.batch(view.record.step)
+    return {name: row.value for name, row in rows.items() if name.endswith(_AS_LOADED)}
+
+
+def _given_batch(view: StepView) -> dict[str, int]:
+    """Return the digests of the batch that a step got, by the names that tensors have as loaded."""
+    sites = zip(view.program.sites, view.record.digests.tolist(), strict=True)
+    return {f"{site.name}{_AS_LOADED}": bits for site, bits in sites if (site.phase, site.role) == ("data", "named")}
 
 
 def read_window(run: Run, rank: int, segment: int, step: int) -> Window | None:
     """Return the evidence of a run up to a step, or None if there is none."""
-    since = max((known for known in run.rank(rank).steps(segment).tolist() if known < step), default=None)
+    earlier_steps = (known for known in run.rank(rank).steps(segment).tolist() if known < step)
+    since = max(earlier_steps, default=None)
 
     def is_wanted(batch: pa.RecordBatch) -> np.ndarray:
         texts, points, steps = (batch.column(name).to_numpy(False) for name in ("text", "point", "step"))
-        lasts = (texts != "") & (points != BATCH) & (points != VALUES) & (points != PARAMETERS)
-        return np.asarray((steps <= step) & ((steps >= (since or 0)) | lasts))
+        is_kept_until_changed = (texts != "") & (points != BATCH) & (points != VALUES) & (points != PARAMETERS)
+        is_recent = steps >= (since or 0)
+        return np.asarray((steps <= step) & (is_recent | is_kept_until_changed))
 
     return gather_window(_read_rows(run, rank, segment, step, is_wanted), since=since)
 
@@ -236,11 +259,11 @@ def from_batch_start(rows: Iterable[Row]) -> Iterator[Row]:
 
 
 def _find_samples(
-    run: Run, rank: int, segment: int, step: int, *, others: Sequence[int], samples: Sequence[int]
+    run: Run, rank: int, segment: int, step: int, *, new_samples: Sequence[int], samples: Sequence[int]
 ) -> tuple[int | None, bool]:
-    """Return the first step that has all these samples, and True; else the first with one of ``others``.
+    """Return the first step that has all these samples, and True; else the first with one of ``new_samples``.
 
-    None if most of the others are not in the attempt.
+    None if most of the new samples are not in the attempt.
     """
     steps: defaultdict[int, set[int]] = defaultdict(set)
     values = np.array(samples, dtype=np.uint64)
@@ -248,12 +271,13 @@ def _find_samples(
     for row in rows:
         if row.point == BATCH and row.name.startswith(SAMPLE):
             steps[row.value].add(row.step)
-    found = [steps[value] for value in others if value in steps]
-    if not found or len(found) < MIN_FOUND * len(others):
+    found = [steps[value] for value in new_samples if value in steps]
+    if not found or len(found) < MIN_FOUND * len(new_samples):
         return None, False
-    if whole := set.intersection(*(steps[value] for value in samples)):
-        return min(whole), True
-    return min(map(min, found)), False
+    steps_with_all = set.intersection(*(steps[value] for value in samples))
+    if steps_with_all:
+        return min(steps_with_all), True
+    return min(set.union(*found)), False
 
 
 def _read_rows(
@@ -268,10 +292,11 @@ def compare_windows(reference: Window, current: Window, step: int) -> Evidence:
     states = (row for row in current.rows if row.point != BATCH and not row.text and not row.name.startswith(SEED))
     generators = dict.fromkeys(row.name for row in states)
     found = (_generator_change(reference, current, step, name) for name in generators)
-    order = {(row.step, row.point): number for number, row in enumerate(current.rows)}
     changes = [change for change in found if change is not None]
+    last_row = {(row.step, row.point): index for index, row in enumerate(current.rows)}
+    changes.sort(key=lambda change: last_row.get(change.differs_at, len(last_row)))
     return Evidence(
-        generators=tuple(sorted(changes, key=lambda change: order.get(change.differs_at, len(order)))),
+        generators=tuple(changes),
         idle=tuple(_idle_generators(reference, current, step, moved={change.name for change in changes})),
         batch=_batch_change(reference, current, step),
         hooks=current.hooks,
@@ -284,36 +309,44 @@ def compare_windows(reference: Window, current: Window, step: int) -> Evidence:
 
 def _option_changes(reference: Window, current: Window) -> Iterator[OptionChange]:
     for name in sorted(reference.options.keys() & current.options):
-        (ours_since, ours), (theirs_since, theirs) = reference.options[name], current.options[name]
-        if ours != theirs:
-            yield OptionChange(name=name, reference=ours, current=theirs, since=max(ours_since, theirs_since))
+        reference_since, reference_value = reference.options[name]
+        current_since, current_value = current.options[name]
+        if reference_value != current_value:
+            since = max(reference_since, current_since)
+            yield OptionChange(name=name, reference=reference_value, current=current_value, since=since)
 
 
 def _generator_change(reference: Window, current: Window, step: int, name: str) -> GeneratorChange | None:
     """Return how a generator differs by the end of the step, or None if it does not."""
-    ours, theirs = reference.states(name, step), current.states(name, step)
-    points = [row.point for row in ours], [row.point for row in theirs]
-    blocks = SequenceMatcher(None, *points, autojunk=False).get_matching_blocks()
+    reference_states, current_states = reference.states(name, step), current.states(name, step)
+    reference_points, current_points = [row.point for row in reference_states], [row.point for row in current_states]
+    blocks = SequenceMatcher(None, reference_points, current_points, autojunk=False).get_matching_blocks()
     pairs = [(block.a + offset, block.b + offset) for block in blocks for offset in range(block.size)]
-    is_other = [ours[left].value != theirs[right].value for left, right in pairs]
-    if not any(is_other):
+    differs = [
+        reference_states[reference_index].value != current_states[current_index].value
+        for reference_index, current_index in pairs
+    ]
+    if not any(differs):
         return None
-    first = is_other.index(True)
-    left, right = pairs[first]
-    place = theirs[right].step, theirs[right].point
+    first = differs.index(True)
+    reference_index, current_index = pairs[first]
+    reference_state, current_state = reference_states[reference_index], current_states[current_index]
+    place = current_state.step, current_state.point
     change = GeneratorChange(name=name, differs_at=place, seeds=_seeds(reference, current, name, place))
     if not first:
         return change
-    equal_left, equal_right = pairs[first - 1]
-    is_drawn_in_both = ours[equal_left].value == IDLE and IDLE not in (ours[left].value, theirs[right].value)
-    reference_between = points[0][equal_left + 1 : left]
-    current_between = points[1][equal_right + 1 : right]
+    reference_equal_index, current_equal_index = pairs[first - 1]
+    equal_state = current_states[current_equal_index]
+    was_idle = equal_state.value == IDLE
+    is_drawn_in_both = was_idle and IDLE not in (reference_state.value, current_state.value)
+    reference_between = reference_points[reference_equal_index + 1 : reference_index]
+    current_between = current_points[current_equal_index + 1 : current_index]
     only_reference = tuple(point for point in reference_between if point not in current_between)
     return replace(
         change,
-        equal_at=(theirs[equal_right].step, theirs[equal_right].point),
+        equal_at=(equal_state.step, equal_state.point),
         has_other_start=is_drawn_in_both and reference.starts.get(name) != current.starts.get(name),
-        points=(theirs[equal_right].point, *current_between, *only_reference),
+        points=(equal_state.point, *current_between, *only_reference),
         only_reference=only_reference,
         only_current=tuple(point for point in current_between if point not in reference_between),
     )
@@ -331,41 +364,46 @@ def _idle_generators(
 
 
 def _seeds(reference: Window, current: Window, name: str, place: tuple[int, str]) -> tuple[int, int] | None:
-    ours, theirs = reference.seed(name, place), current.seed(name, place)
-    return None if ours is None or theirs is None else (ours, theirs)
+    reference_seed, current_seed = reference.seed(name, place), current.seed(name, place)
+    return None if reference_seed is None or current_seed is None else (reference_seed, current_seed)
 
 
 def _batch_change(reference: Window, current: Window, step: int) -> BatchChange:
-    ours, theirs = reference.batch(step), current.batch(step)
+    reference_rows, current_rows = reference.batch(step), current.batch(step)
 
-    def is_alike(names: Iterable[str]) -> bool:
-        return all(name in ours and name in theirs and ours[name].value == theirs[name].value for name in names)
+    def are_equal(names: Iterable[str]) -> bool:
+        return all(
+            name in reference_rows and name in current_rows and reference_rows[name].value == current_rows[name].value
+            for name in names
+        )
 
-    names = [name for name in theirs if name.startswith(INDICES) and name in ours]
-    drawn = [(json.loads(ours[name].text), json.loads(theirs[name].text)) for name in names]
+    names = [name for name in current_rows if name.startswith(INDICES) and name in reference_rows]
+    drawn = [(json.loads(reference_rows[name].text), json.loads(current_rows[name].text)) for name in names]
     indices: Literal["same", "reordered", "cut", "other"] | None = None
-    if names and is_alike(names):
+    if names and are_equal(names):
         indices = "same"
-    elif names and is_alike(f"sorted {name}" for name in names):
+    elif names and are_equal(f"sorted {name}" for name in names):
         indices = "reordered"
     elif names:
         indices = "cut" if all(_is_cut(*pair) for pair in drawn) else "other"
-    firsts = (
-        (name.removeprefix(INDICES), position, str(one), str(other))
+    other_indices = (
+        (name.removeprefix(INDICES), position, str(reference_index), str(current_index))
         for name, pair in zip(names, drawn, strict=True)
-        for position, (one, other) in enumerate(zip_longest(*pair, fillvalue="none"))
-        if one != other
+        for position, (reference_index, current_index) in enumerate(zip_longest(*pair, fillvalue="none"))
+        if reference_index != current_index
     )
-    before, now = reference.settings, current.settings
-    settings = {name: (before.get(name, "none"), now.get(name, "none")) for name in {**before, **now}}
+    settings = {
+        name: (reference.settings.get(name, "none"), current.settings.get(name, "none"))
+        for name in {**reference.settings, **current.settings}
+    }
     return BatchChange(
         indices=indices,
-        first_index=next(firsts, None),
+        first_index=next(other_indices, None),
         settings={name: pair for name, pair in settings.items() if pair[0] != pair[1]},
     )
 
 
-def _is_cut(ours: list[Any], theirs: list[Any]) -> bool:
+def _is_cut(reference: list[Any], current: list[Any]) -> bool:
     """Return whether one list of indices begins with the other."""
-    length = min(len(ours), len(theirs))
-    return length > 0 and len(ours) != len(theirs) and ours[:length] == theirs[:length]
+    length = min(len(reference), len(current))
+    return length > 0 and len(reference) != len(current) and reference[:length] == current[:length]

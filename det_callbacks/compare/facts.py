@@ -221,11 +221,13 @@ class Facts:
     @property
     def dtype_choice(self) -> EnvironmentDifference | None:
         """The setting that gave the first difference a different dtype."""
-        ours, theirs = self.first.layouts or (None, None)
-        if self.first.start != "outside" or ours is None or theirs is None or ours.shape != theirs.shape:
+        reference, current = self.first.layouts or (None, None)
+        if self.first.start != "outside" or reference is None or current is None:
+            return None
+        if reference.shape != current.shape or reference.dtype == current.dtype:
             return None
         chosen = (one for name in DTYPES for one in self.choices if one.name == name)
-        return next(chosen, None) if ours.dtype != theirs.dtype else None
+        return next(chosen, None)
 
     @property
     def model_choice(self) -> EnvironmentDifference | None:

@@ -39,10 +39,10 @@ class MetricDifference:
     @property
     def kind(self) -> Kind:
         """The verdict's word."""
-        left, right = self.values
-        if left is None or right is None:
-            return "extra" if left is None else "missing"
-        has_same_layout = left.bits[:2] == right.bits[:2]
+        reference, current = self.values
+        if reference is None or current is None:
+            return "extra" if reference is None else "missing"
+        has_same_layout = reference.bits[:2] == current.bits[:2]
         return "content" if has_same_layout else "structure"
 
     @property
@@ -60,8 +60,8 @@ class MetricDifference:
     @property
     def evidence(self) -> list[tuple[str, str, str]]:
         """The evidence that differs with it: name, value in the reference, value in the current run."""
-        ours, theirs = (reading.evidence for reading in self.readings)
-        rows = ((name, ours.get(name, "none"), theirs.get(name, "none")) for name in {**theirs, **ours})
+        reference, current = (reading.evidence for reading in self.readings)
+        rows = ((name, reference.get(name, "none"), current.get(name, "none")) for name in {**current, **reference})
         return [row for row in rows if row[1] != row[2]] if self.kind == "content" else []
 
     @property
@@ -86,8 +86,8 @@ class MetricDifference:
 
     def divergence(self) -> Divergence:
         """Return the divergence of the metric."""
-        left, right = self.values
-        known = right if right is not None else left
+        reference, current = self.values
+        known = current if current is not None else reference
         assert known is not None, "one run has it"
         return Divergence(
             rank=0,
@@ -97,8 +97,8 @@ class MetricDifference:
             kind=self.kind,
             shape=known.shape,
             dtype=known.dtype,
-            reference_digest=None if left is None else left.digest,
-            current_digest=None if right is None else right.digest,
+            reference_digest=None if reference is None else reference.digest,
+            current_digest=None if current is None else current.digest,
             segment=self.segment,
         )
 
@@ -113,7 +113,7 @@ class MetricComparison:
         self.first: MetricDifference | None = None
         self.num_compared = self.num_differing = 0
         self._segment = 0
-        self._left: dict[tuple[str, int, bool], Reading] = {}
+        self._pending: dict[tuple[str, int, bool], Reading] = {}
         self._resumed: set[int] = set()
         self._is_common = is_common
 
@@ -121,19 +121,19 @@ class MetricComparison:
         """Begin a fit, with the reference's readings of it."""
         self.end()
         self._segment = segment
-        self._left = dict(reference.by_key)
+        self._pending = dict(reference.by_key)
         self._resumed = set(reference.resumed)
 
     @property
     def pending_calls(self) -> tuple[str, ...]:
         """The reference's calls outside of a fit that have not come yet."""
-        return tuple(where for where, *_ in self._left if where in CALLS and not self._is_common)
+        return tuple(where for where, *_ in self._pending if where in CALLS and not self._is_common)
 
     def resume(self, step: int, *, is_first: bool) -> None:
         """Ignore readings that may be missing after a resume; with ``is_first`` also all before it."""
         self._resumed.add(step)
         if is_first:
-            self._left = {key: reading for key, reading in self._left.items() if reading.step >= step}
+            self._pending = {key: reading for key, reading in self._pending.items() if reading.step >= step}
 
     def add(self, reading: Reading) -> bool:
         """Compare a reading, and count the reference's earlier ones as missing; return whether it differs.
@@ -141,41 +141,45 @@ class MetricComparison:
         A reading that only this run has is counted and returns False, because missing steps may explain it.
         """
         before = self.num_differing
-        of_fits = [known for known in self._left.values() if known.where not in CALLS]
+        of_fits = [known for known in self._pending.values() if known.where not in CALLS]
         self._miss([known for known in of_fits if known.order < reading.order])
-        ours = self._left.pop(reading.key, None)
-        if ours is not None:
-            self.num_compared += len(reading.metrics.keys() & ours.metrics)
-            self._count(ours, reading)
+        reference = self._pending.pop(reading.key, None)
+        if reference is not None:
+            self.num_compared += len(reading.metrics.keys() & reference.metrics)
+            self._count(reference, reading)
         differs = self.num_differing > before
-        if ours is None and not self._is_common and reading.step not in self._resumed:
+        if reference is None and not self._is_common and reading.step not in self._resumed:
             self._count(replace(reading, metrics={}), reading)
         return differs
 
     def end(self, *, with_calls: bool = True) -> None:
         """Count the remaining readings as missing; without ``with_calls``, not those after the fit."""
-        self._miss([one for one in self._left.values() if with_calls or not one.is_after_fit])
+        self._miss([one for one in self._pending.values() if with_calls or not one.is_after_fit])
 
     def _miss(self, readings: list[Reading]) -> None:
         for reading in readings:
-            del self._left[reading.key]
+            del self._pending[reading.key]
             if not self._is_common and reading.step not in self._resumed:
                 self._count(reading, replace(reading, metrics={}))
 
-    def _count(self, ours: Reading, theirs: Reading) -> None:
-        step, where, call = theirs.order
-        for number, name in enumerate({**theirs.metrics, **ours.metrics}):
-            left, right = ours.metrics.get(name), theirs.metrics.get(name)
-            if left is not None and right is not None and left.bits == right.bits:
+    def _count(self, reference: Reading, current: Reading) -> None:
+        step, where, call = current.order
+        for number, name in enumerate({**current.metrics, **reference.metrics}):
+            reference_metric, current_metric = reference.metrics.get(name), current.metrics.get(name)
+            if (
+                reference_metric is not None
+                and current_metric is not None
+                and reference_metric.bits == current_metric.bits
+            ):
                 continue
-            if None in (left, right) and OTHER_HOOKS in {**ours.evidence, **theirs.evidence}:
+            if None in (reference_metric, current_metric) and OTHER_HOOKS in {**reference.evidence, **current.evidence}:
                 continue  # only one run may have run the hook that logs it
             self.num_differing += 1
             found = MetricDifference(
                 order=(self._segment, step, _AFTER_SITES + (where << 20) + call, number),
                 segment=self._segment,
                 name=name,
-                values=(left, right),
-                readings=(ours, theirs),
+                values=(reference_metric, current_metric),
+                readings=(reference, current),
             )
             self.first = min(self.first or found, found, key=lambda one: one.order)

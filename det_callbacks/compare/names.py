@@ -48,8 +48,8 @@ class ModuleNames:
             text = line.partition("#")[0].strip()
             if not text:
                 continue
-            left, arrow, right = text.partition("->")
-            sides = [tuple(part.strip() for part in side.split(",")) for side in (left, right)]
+            reference, arrow, current = text.partition("->")
+            sides = [tuple(part.strip() for part in side.split(",")) for side in (reference, current)]
             stars = {pattern.count("*") for side in sides for pattern in side}
             if not arrow or not all(map(all, sides)) or min(map(len, sides)) > 1 or len(stars) > 1:
                 raise SelectionError(

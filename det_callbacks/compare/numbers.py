@@ -61,14 +61,14 @@ def _numbers(divergence: Divergence, sides: Sequence[SavedStep]) -> Numbers:
         if kept is None:
             return Numbers(problem=f"{name} did not keep it" + (f": {reason}" if reason else ""))
         found.append(kept)
-    one, other = found
-    label = TensorNumbers(tensor=f"output {divergence.output}", shape=one.shape, dtype=one.dtype)
-    if (one.shape, one.dtype) == (other.shape, other.dtype):
-        one, other = common_elements(one, other)
-        if one.every > 1:
-            what = f"{label.tensor}, {one.num_saved:,} of {label.num_elements:,} elements"
-            label = replace(label, tensor=what, shape=(one.num_saved,))
-        return Numbers(output=(tensor_numbers(label, np.ravel(one.bits), np.ravel(other.bits)),))
+    reference, current = found
+    label = TensorNumbers(tensor=f"output {divergence.output}", shape=reference.shape, dtype=reference.dtype)
+    if (reference.shape, reference.dtype) == (current.shape, current.dtype):
+        reference, current = common_elements(reference, current)
+        if reference.every > 1:
+            what = f"{label.tensor}, {reference.num_saved:,} of {label.num_elements:,} elements"
+            label = replace(label, tensor=what, shape=(reference.num_saved,))
+        return Numbers(output=(tensor_numbers(label, np.ravel(reference.bits), np.ravel(current.bits)),))
     shapes = [f"{side.dtype} {list(side.shape)}" for side in found]
     problem = f"{shapes[0]} in the reference and {shapes[1]} in the current run, so elements cannot be paired"
     return Numbers(output=(TensorNumbers(tensor=label.tensor, problem=problem),))

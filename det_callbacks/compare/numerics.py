@@ -165,9 +165,9 @@ def _excess(site: SiteNumerics) -> float:
 def _common_steps(reference: Run, current: Run) -> Iterator[tuple[list[StepView], list[SavedStep]]]:
     """Yield the steps of which both runs kept tensors."""
     for rank in sorted({*reference.ranks} & {*current.ranks}):
-        ours, theirs = reference.rank(rank), current.rank(rank)
-        for segment in sorted({*ours.segments} & {*theirs.segments}):
-            for step in np.intersect1d(ours.steps(segment), theirs.steps(segment)).tolist():
+        reference_rank, current_rank = reference.rank(rank), current.rank(rank)
+        for segment in sorted({*reference_rank.segments} & {*current_rank.segments}):
+            for step in np.intersect1d(reference_rank.steps(segment), current_rank.steps(segment)).tolist():
                 place: dict[str, Any] = {"rank": rank, "segment": segment, "step": step}
                 kept = [SavedStep.of(run, **place, kind=KEPT) for run in (reference, current)]
                 if all(saved.exists for saved in kept):
@@ -258,9 +258,12 @@ class _StepNumerics:
     ) -> None:
         self._saved, self._rounding = saved, rounding
         self._kept = [kept_sites(*side) for side in zip(views, saved, strict=True)]
-        ours, theirs = views[0] if names is None else names.renamed(views[0]), views[1]
-        self._views, self._difference = (ours, theirs), StepDifference(ours, theirs, align(ours, theirs))
-        self._fused = [] if names is None else names.fused(views[0], theirs)
+        reference, current = views
+        if names is not None:
+            reference = names.renamed(reference)
+        self._views = reference, current
+        self._difference = StepDifference(reference, current, align(reference, current))
+        self._fused = [] if names is None else names.fused(views[0], current)
         self.not_compared: Counter[str] = Counter()
         self.num_default = 0  # sites without a measured tolerance
 
@@ -298,26 +301,30 @@ class _StepNumerics:
     def _rows(self) -> Iterator[_Row]:
         found = self._difference
         in_groups = [{at for group in self._fused for at in group[side]} for side in (0, 1)]
-        for row, (left, right) in enumerate(found.pairs):
-            is_kept = [position in kept for position, kept in zip((left, right), self._kept, strict=True)]
-            if left in in_groups[0] or right in in_groups[1]:
+        for row, pair in enumerate(found.pairs):
+            reference_place, current_place = pair
+            is_kept = [place in kept for place, kept in zip(pair, self._kept, strict=True)]
+            if reference_place in in_groups[0] or current_place in in_groups[1]:
                 continue
-            if min(left, right) < 0:
-                side = "the reference" if right < 0 else "the current run"
+            if min(reference_place, current_place) < 0:
+                side = "the reference" if current_place < 0 else "the current run"
                 self.not_compared[f"only {side} has it"] += any(is_kept)
             elif not found.differs[row]:
                 yield self._equal(row, has_bits=all(is_kept))
             elif all(is_kept):
-                yield self._compared(found.describe(row), (left,), (right,))
+                yield self._compared(found.describe(row), (reference_place,), (current_place,))
             else:
                 self.not_compared["only one run kept it"] += any(is_kept)
-        for lefts, rights in self._fused:
-            if not all(at in kept for side, kept in zip((lefts, rights), self._kept, strict=True) for at in side):
+        for group in self._fused:
+            is_kept = [place in kept for places, kept in zip(group, self._kept, strict=True) for place in places]
+            if not all(is_kept):
                 self.not_compared["of fused modules, and not all of them kept"] += 1
                 continue
-            at, position = (1, rights[0]) if len(rights) == 1 else (0, lefts[0])
-            whole = next(row for row, pair in enumerate(found.pairs) if pair[at] == position)
-            yield self._compared(found.describe(whole), lefts, rights)
+            reference_places, current_places = group
+            whole_side = 1 if len(current_places) == 1 else 0
+            whole_place = group[whole_side][0]
+            whole = next(row for row, pair in enumerate(found.pairs) if pair[whole_side] == whole_place)
+            yield self._compared(found.describe(whole), reference_places, current_places)
 
     def _equal(self, row: int, *, has_bits: bool) -> _Row:
         positions = self._difference.pairs[row]
@@ -330,21 +337,24 @@ class _StepNumerics:
             is_equal=True,
         )
 
-    def _compared(self, place: Divergence, lefts: Sequence[int], rights: Sequence[int]) -> _Row:
-        row = _Row(positions=(lefts, rights))
-        sides = [[self._read(side, at) for at in positions] for side, positions in enumerate((lefts, rights))]
+    def _compared(self, place: Divergence, reference_places: Sequence[int], current_places: Sequence[int]) -> _Row:
+        row = _Row(positions=(reference_places, current_places))
+        sides = [
+            [self._read(0, position) for position in reference_places],
+            [self._read(1, position) for position in current_places],
+        ]
         whole = min(sides, key=len)[0].shape
-        one, other = (_joined(tensors, whole) for tensors in sides)
-        if one is None or other is None or one.shape != other.shape:
+        reference, current = (_joined(tensors, whole) for tensors in sides)
+        if reference is None or current is None or reference.shape != current.shape:
             self.not_compared["of another shape"] += 1
             return row
-        dtypes = one.dtype, other.dtype
+        dtypes = reference.dtype, current.dtype
         if not all(map(can_measure, dtypes)):
             self.not_compared["of a dtype whose numbers are not known"] += 1
             return row
-        size = _root_mean_square(one)
-        one, other = common_elements(one, other)
-        known = measure(np.ravel(one.bits), np.ravel(other.bits), dtypes, root_mean_square=size)
+        size = _root_mean_square(reference)
+        reference, current = common_elements(reference, current)
+        known = measure(np.ravel(reference.bits), np.ravel(current.bits), dtypes, root_mean_square=size)
         bound = None if self._rounding is None else self._rounding.bound(place, coarser(*dtypes))
         if bound is not None:
             known = replace(known, excess=_multiple(known.relative, bound))
@@ -399,16 +409,16 @@ class _StepNumerics:
 
 def _joined(tensors: Sequence[SavedTensor], shape: tuple[int, ...]) -> SavedTensor | None:
     """Return the tensors, joined along the axis that yields this shape, or None if no axis does."""
-    one = tensors[0]
+    first = tensors[0]
     if len(tensors) == 1:
-        return one
-    if any(tensor.every > 1 or len(tensor.shape) != len(shape) or tensor.dtype != one.dtype for tensor in tensors):
+        return first
+    if any(tensor.every > 1 or len(tensor.shape) != len(shape) or tensor.dtype != first.dtype for tensor in tensors):
         return None
     parts = [tensor.bits.reshape(*tensor.shape, tensor.bits.nbytes // max(tensor.num_saved, 1)) for tensor in tensors]
     for axis in range(len(shape)):
         others = {tensor.shape[:axis] + tensor.shape[axis + 1 :] for tensor in tensors}
         if others == {shape[:axis] + shape[axis + 1 :]} and sum(part.shape[axis] for part in parts) == shape[axis]:
-            return SavedTensor(dtype=one.dtype, shape=shape, bits=np.concatenate(parts, axis).reshape(-1))
+            return SavedTensor(dtype=first.dtype, shape=shape, bits=np.concatenate(parts, axis).reshape(-1))
     return None
 
 

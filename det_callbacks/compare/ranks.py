@@ -73,16 +73,16 @@ class RankWalk:
         """Return the result of a rank; ReferenceFormatError if a file is damaged."""
         if rank in self.records:
             return self._verified(self.records[rank])
-        ours, theirs = self.reference.rank(rank), self.current.rank(rank)
+        reference, current = self.reference.rank(rank), self.current.rank(rank)
         found, counter = RankFindings(rank=rank), StepCounter()
-        for segment in sorted({*ours.segments, *theirs.segments}):
-            left, right = ours.fit(segment), theirs.fit(segment)
-            num_equal = num_equal_steps(left, right)
+        for segment in sorted({*reference.segments, *current.segments}):
+            reference_fit, current_fit = reference.fit(segment), current.fit(segment)
+            num_equal = num_equal_steps(reference_fit, current_fit)
             if num_equal:
-                self._count_equal(found.tally, rank, segment, right, num_equal)
-            in_ours = set(left.steps[num_equal:].tolist())
-            in_theirs = set(right.steps[num_equal:].tolist())
-            for step in sorted(in_ours & in_theirs):
+                self._count_equal(found.tally, rank, segment, current_fit, num_equal)
+            reference_steps = set(reference_fit.steps[num_equal:].tolist())
+            current_steps = set(current_fit.steps[num_equal:].tolist())
+            for step in sorted(reference_steps & current_steps):
                 views = self.views(rank, segment, step)
                 num_compared, num_differing = counter.count(*views)
                 found.tally.count([step], views[1].program, num_compared)
@@ -90,8 +90,8 @@ class RankWalk:
                 if found.first is None and num_differing:
                     found.first = describe_first(compare_steps(*views), self.before(segment, step))
             if not self.is_common:
-                found.add_whole("missing", segment, in_ours - in_theirs)
-                found.add_whole("extra", segment, in_theirs - in_ours)
+                found.add_whole("missing", segment, reference_steps - current_steps)
+                found.add_whole("extra", segment, current_steps - reference_steps)
         found.tally.num_differing += sum(one.count for one in found.whole)
         return found
 
@@ -150,15 +150,15 @@ class RankWalk:
             tally.count(steps, program, len(program) * len(steps))
 
 
-def num_equal_steps(ours: Fit, theirs: Fit) -> int:
+def num_equal_steps(reference: Fit, current: Fit) -> int:
     """Return how many first steps are equal, by their chains."""
-    num_common = min(len(ours.steps), len(theirs.steps))
+    num_common = min(len(reference.steps), len(current.steps))
     if not num_common:
         return 0
-    is_same_step = ours.steps[:num_common] == theirs.steps[:num_common]
+    is_same_step = reference.steps[:num_common] == current.steps[:num_common]
     num_same = int(np.argmin(np.append(is_same_step, False)))
 
     def has_diverged(index: int) -> bool:
-        return bool(ours.chains[index] != theirs.chains[index])
+        return bool(reference.chains[index] != current.chains[index])
 
     return bisect_left(range(num_same), True, key=has_diverged)

@@ -17,13 +17,14 @@ class StepCounter:
 
     def count(self, reference: StepView, current: StepView) -> tuple[int, int]:
         """Return how many sites both steps have, and how many divergences."""
-        ours, theirs = reference.record, current.record
-        if (ours.program_id, ours.layout_id) == (theirs.program_id, theirs.layout_id):
-            differs = ours.digests != theirs.digests
+        reference_kind = reference.record.program_id, reference.record.layout_id
+        current_kind = current.record.program_id, current.record.layout_id
+        if reference_kind == current_kind:
+            differs = reference.record.digests != current.record.digests
             # in equal programs, everything else is a difference of content
             if not differs[current.program.arguments].any():
                 return len(differs), int(np.count_nonzero(differs))
-        key = ours.program_id, ours.layout_id, theirs.program_id, theirs.layout_id
+        key = (*reference_kind, *current_kind)
         alignment = self._known.get(key) or align(reference, current)
         if len(self._known) < _MAX_ALIGNMENTS:
             self._known[key] = alignment

@@ -65,9 +65,9 @@ def default_tolerance(dtype: str) -> Tolerance:
     return _TOLERANCES.get(_PARTS.get(dtype, dtype), Tolerance(0.0, 0.0))
 
 
-def coarser(one: str, other: str) -> str:
+def coarser(reference: str, current: str) -> str:
     """Return the dtype with the larger epsilon."""
-    return max(one, other, key=epsilon)
+    return max(reference, current, key=epsilon)
 
 
 def can_measure(dtype: str) -> bool:
@@ -124,23 +124,20 @@ def measure(
     num_differing, is_finite, ulp, relative, absolute, excess = 0, True, 0.0, 0.0, 0.0, 0.0
     for start in range(0, num, CHUNK_ELEMENTS):
         chunks = [(words[start : start + CHUNK_ELEMENTS], kind) for words, kind in sides]
-        ours, theirs = (_wide(*chunk) for chunk in chunks)
+        reference_values, current_values = (_wide(*chunk) for chunk in chunks)
         with np.errstate(invalid="ignore"):  # infinities
-            apart = np.abs(ours - theirs)
+            apart = np.abs(reference_values - current_values)
         if dtypes[0] == dtypes[1] and not epsilon(dtype):  # in float64, two large integers could become equal
-            left, right = (_ordered(*chunk) for chunk in chunks)
-            apart = (np.maximum(left, right).astype(np.uint64) - np.minimum(left, right).astype(np.uint64)).astype(
-                float
-            )
-        is_same = (ours == theirs) | (np.isnan(ours) & np.isnan(theirs))
+            apart = _distance(*(_ordered(*chunk) for chunk in chunks)).astype(float)
+        is_same = (reference_values == current_values) | (np.isnan(reference_values) & np.isnan(current_values))
         has_number = np.isfinite(apart)
         differs = np.where(has_number, apart > 0, ~is_same)
         num_differing += int(differs.sum())
         is_finite = is_finite and not bool((differs & ~has_number).any())
         (places,) = np.nonzero(differs & has_number)
-        apart, sizes = apart[places], np.abs(ours[places])
+        apart, sizes = apart[places], np.abs(reference_values[places])
         scale = np.maximum(sizes, size)
-        scale = np.where(scale > 0, scale, np.abs(theirs[places]))  # if the reference is zero
+        scale = np.where(scale > 0, scale, np.abs(current_values[places]))  # if the reference is zero
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             relative = max(relative, float(np.max(apart / scale, initial=0)))
             excess = max(excess, float(np.max(apart / (atol + rtol * sizes), initial=0)))
@@ -180,6 +177,14 @@ def _words(content: _Array, dtype: str) -> tuple[_Array, str]:
 def _wide(words: _Array, dtype: str) -> _Array:
     with np.errstate(invalid="ignore"):  # signalling NaNs
         return _values(words, dtype).astype(np.float64)
+
+
+def _distance(reference: _Array, current: _Array) -> _Array:
+    """Return the distance of integers, uint64: the difference of two 64-bit integers fits, and wraps to, that type."""
+    distance: _Array = np.maximum(reference, current).astype(np.uint64) - np.minimum(reference, current).astype(
+        np.uint64
+    )
+    return distance
 
 
 def _spacing(sizes: _Array, dtype: str) -> _Array:
@@ -249,20 +254,19 @@ class _Tally:
             return
         self.num_differing += len(places)
         sides = reference[places], current[places]
-        ours, theirs = (_values(side, self.dtype) for side in sides)
+        reference_values, current_values = (_values(side, self.dtype) for side in sides)
         distance, badness = np.zeros((2, len(places)), dtype=np.uint64)  # badness: 1 for an infinity, 2 for a NaN
         if self.dtype in _KNOWN:
-            left, right = (_ordered(side, self.dtype) for side in sides)
-            # the difference of two 64-bit integers fits, and wraps to, an unsigned 64-bit integer
-            distance = np.maximum(left, right).astype(np.uint64) - np.minimum(left, right).astype(np.uint64)
+            distance = _distance(*(_ordered(side, self.dtype) for side in sides))
             with np.errstate(invalid="ignore", over="ignore"):  # signalling NaNs; distances beyond float64
-                wide, other_wide = ours.astype(np.float64), theirs.astype(np.float64)
-                badness[np.isinf(wide) | np.isinf(other_wide)] = 1
-                badness[np.isnan(wide) | np.isnan(other_wide)] = 2
+                reference_wide, current_wide = reference_values.astype(np.float64), current_values.astype(np.float64)
+                badness[np.isinf(reference_wide) | np.isinf(current_wide)] = 1
+                badness[np.isnan(reference_wide) | np.isnan(current_wide)] = 2
                 # in float64, two large integers could become equal; their distance is exact
-                absolute = np.abs(wide - other_wide) if self.dtype in _FLOATS else distance.astype(np.float64)
+                is_float = self.dtype in _FLOATS
+                absolute = np.abs(reference_wide - current_wide) if is_float else distance.astype(np.float64)
                 absolute = absolute[badness == 0]
-                sizes = np.abs(wide[badness == 0])
+                sizes = np.abs(reference_wide[badness == 0])
                 relative = absolute[sizes > 0] / sizes[sizes > 0]
             self.max_absolute = float(np.max(absolute, initial=self.max_absolute))
             self.max_relative = float(np.max(relative, initial=self.max_relative))
@@ -278,9 +282,9 @@ class _Tally:
         worst = int(candidates[np.argmax(distance[candidates])])
         rank = int(badness[worst]), int(distance[worst])
         if self.first is None:
-            self.first = start + int(places[0]), (str(ours[0]), str(theirs[0]))
+            self.first = start + int(places[0]), (str(reference_values[0]), str(current_values[0]))
         if self.worst is None or rank > self.worst[0]:
-            self.worst = rank, start + int(places[worst]), (str(ours[worst]), str(theirs[worst]))
+            self.worst = rank, start + int(places[worst]), (str(reference_values[worst]), str(current_values[worst]))
 
     def histogram(self, num_elements: int) -> tuple[int, ...]:
         """Return counts of elements by distance, with equal ones at 0 ULPs; () if there are no distances."""

@@ -150,9 +150,9 @@ def _comparison(
         # integers have to be equal, whatever the tolerance
         has_numbers = base.is_floating_point() or base.is_complex()
         tolerance = given if given is not None and has_numbers else default_tolerance(dtype)
-        ours, theirs = host_bytes(base), host_bytes(control)
-        kind = "equal" if np.array_equal(ours, theirs) else "content"
-        found = measure(ours, theirs, (dtype, dtype), tolerance=tolerance)
+        base_bytes, control_bytes = host_bytes(base), host_bytes(control)
+        kind = "equal" if np.array_equal(base_bytes, control_bytes) else "content"
+        found = measure(base_bytes, control_bytes, (dtype, dtype), tolerance=tolerance)
         rtol, atol = tolerance
         measured = {"measure": found, "excess": found.excess, "rtol": rtol, "atol": atol}
     sides: dict[str, Any] = {"base": _described(base), "control": _described(control)}

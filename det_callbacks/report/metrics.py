@@ -7,22 +7,22 @@ from det_callbacks.compare.metrics import GENERATOR, MetricDifference
 
 def explain_metric(metric: MetricDifference) -> str:
     """Return how a metric differs, without a final stop."""
-    left, right = metric.values
+    reference, current = metric.values
     what = f"metric {metric.name} {_reading(metric)}"
-    if left is None or right is None:
-        return f"{what} is only in the {'current run' if left is None else 'reference'}"
-    ours, theirs = (f"{one.value} ({one.dtype} {list(one.shape)}, {one.digest})" for one in (left, right))
-    if left.value != right.value:
-        ours, theirs = left.value, right.value
-    return f"{what} differs: {ours} in the reference, {theirs} in the current run"
+    if reference is None or current is None:
+        return f"{what} is only in the {'current run' if reference is None else 'reference'}"
+    shown = [f"{one.value} ({one.dtype} {list(one.shape)}, {one.digest})" for one in (reference, current)]
+    if reference.value != current.value:
+        shown = [reference.value, current.value]
+    return f"{what} differs: {shown[0]} in the reference, {shown[1]} in the current run"
 
 
 def metric_lines(metric: MetricDifference) -> tuple[str, ...]:
     """Return the evidence of a metric, one fact per line."""
     where = _reading(metric)
     return tuple(
-        f"{name}, {where}: {ours} in the reference, {theirs} in the current run"
-        for name, ours, theirs in metric.evidence
+        f"{name}, {where}: {reference} in the reference, {current} in the current run"
+        for name, reference, current in metric.evidence
     )
 
 

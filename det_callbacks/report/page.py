@@ -110,29 +110,32 @@ def _outcomes(
 
     A verification keeps only its diverging steps; its record has the others.
     """
-    ours, theirs = reference.rank(rank).fit(segment), current.rank(rank).fit(segment)
+    reference_fit, current_fit = reference.rank(rank).fit(segment), current.rank(rank).fit(segment)
     is_whole = current.keeps == "all"
-    num_equal = num_equal_steps(ours, theirs) if is_whole else 0
+    num_equal = num_equal_steps(reference_fit, current_fit) if is_whole else 0
     known = None if is_whole else read_record(current, rank).fit(segment)
     compared, differing = (known.compared, known.differing) if known is not None else (set(), set())
-    at_ours = {int(step): index for index, step in enumerate(ours.steps)}
-    at_theirs = {int(step): index for index, step in enumerate(theirs.steps)}
-    for step in sorted({*at_ours, *at_theirs}):
-        left, right = at_ours.get(step, -1), at_theirs.get(step, -1)
+    reference_indices = {int(step): index for index, step in enumerate(reference_fit.steps)}
+    current_indices = {int(step): index for index, step in enumerate(current_fit.steps)}
+    for step in sorted({*reference_indices, *current_indices}):
+        reference_index, current_index = reference_indices.get(step, -1), current_indices.get(step, -1)
         found = None
-        if right < 0 and is_whole:
+        if current_index < 0 and is_whole:
             outcome = "only in the reference"
-        elif right < 0 and step not in compared:
+        elif current_index < 0 and step not in compared:
             outcome = "not compared"
-        elif right < 0:
+        elif current_index < 0:
             outcome = "differ, and were not kept: a verification keeps the first 100" if step in differing else "agree"
-        elif left < 0:
+        elif reference_index < 0:
             outcome = "only in the current run"
         else:
-            if left >= num_equal:
+            if reference_index >= num_equal:
                 found = compare_steps(reference.view(rank, segment, step), current.view(rank, segment, step))
             outcome = "differ" if found is not None and found.kinds else "agree"
-        program_id = theirs.program_ids[right] if right >= 0 else ours.program_ids[left]
+        if current_index >= 0:
+            program_id = current_fit.program_ids[current_index]
+        else:
+            program_id = reference_fit.program_ids[reference_index]
         yield step, int(program_id), outcome, found
 
 
@@ -156,8 +159,9 @@ def _place(site: Site | Divergence) -> tuple[str, str, str, int, int]:
 
 
 def _site_row(step: StepDifference, row: int, *, starts: bool) -> tuple[object, ...]:
-    shown, kind, (left, right) = step.describe(row), step.kinds[row], step.pairs[row]
-    sides = (step.reference, left), (step.current, right)
+    shown, kind = step.describe(row), step.kinds[row]
+    reference_place, current_place = step.pairs[row]
+    sides = (step.reference, reference_place), (step.current, current_place)
     tensors = [describe_tensor(view.layout.entries[place]) for view, place in sides if place >= 0]
     is_proven = step.starts.get(row) in ("here", "outside", None)
     if starts:
@@ -165,7 +169,7 @@ def _site_row(step: StepDifference, row: int, *, starts: bool) -> tuple[object, 
     else:
         origin = "carried on" if is_proven else "differs, start not proven"
     return (
-        right if right >= 0 else left,
+        current_place if current_place >= 0 else reference_place,
         origin,
         shown.phase,
         _label_of(shown.module),

@@ -165,8 +165,8 @@ def _facts(divergence: Divergence) -> list[tuple[str, str]]:
 
 
 def _both_digests(divergence: Divergence) -> str:
-    ours, theirs = divergence.reference_digest or "-", divergence.current_digest or "-"
-    return f"{ours} in the reference, {theirs} in the current run"
+    reference, current = divergence.reference_digest or "-", divergence.current_digest or "-"
+    return f"{reference} in the reference, {current} in the current run"
 
 
 def _role(divergence: Divergence) -> str:
@@ -237,8 +237,8 @@ def _how_much(tensor: TensorNumbers) -> str:
     odd = ("a NaN", tensor.num_nan), ("an infinity", tensor.num_inf)
     parts += [f"{number:,} with {what}" for what, number in odd if number]
     if tensor.first is not None and tensor.first_values is not None:
-        ours, theirs = tensor.first_values
-        parts.append(f"first at {list(tensor.first)}: {ours} in the reference, {theirs} in the current run")
+        reference, current = tensor.first_values
+        parts.append(f"first at {list(tensor.first)}: {reference} in the reference, {current} in the current run")
     return ", ".join(parts)
 
 

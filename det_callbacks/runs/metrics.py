@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from det_callbacks.runs.disk import AppendedFile
-from det_callbacks.runs.files import READ_ERRORS, damaged, seal, unseal
+from det_callbacks.runs.files import READ_ERRORS, damaged
+from det_callbacks.runs.json_files import seal, unseal
 from det_callbacks.runs.store import Run
 
 CALLS = ("trainer.validate", "trainer.test")  # sources of metrics without a fit

@@ -7,10 +7,12 @@ from pathlib import Path
 import numpy as np
 
 from det_callbacks.errors import ReferenceNotFoundError
-from det_callbacks.runs import files
+from det_callbacks.runs import files, tables
 from det_callbacks.runs.evidence import NondeterministicOp, read_unseen_writes, read_values
+from det_callbacks.runs.json_files import read_json
 from det_callbacks.runs.manifest import Manifest, read_manifest
 from det_callbacks.runs.program import Layout, Program, StepRecord, StepView
+from det_callbacks.runs.source_text import read_source_text
 from det_callbacks.runs.stream import Fit, StreamFile, make_fit
 
 _CACHED = 64
@@ -25,9 +27,9 @@ class RankRun:
         self._files = files
         self._fits: dict[int, Fit] = {}
         self._steps: dict[int, np.ndarray] = {}
-        for number, file in enumerate(files):
+        for index, file in enumerate(files):
             fit = file.rows.copy()
-            fit.files = number
+            fit.files = index
             if len(fit):
                 file.chain_start = self.chain_before(file.segment, int(fit.steps[0])) if file.attempt else 0
                 file.read(0)
@@ -117,10 +119,10 @@ class Run:
         wanted = (rank for rank in range(manifest.world_size) if ranks is None or rank in ranks)
         self._ranks = {rank: self._open_rank(rank) for rank in wanted}
         self.program: Callable[[int], Program] = lru_cache(_CACHED)(
-            partial(files.read_program, path, files.SiteTable(path))
+            partial(tables.read_program, path, tables.SiteTable(path))
         )
-        self.layout: Callable[[int], Layout] = lru_cache(_CACHED)(partial(files.read_layout, path))
-        self._text = lru_cache(1)(files.read_source_text)
+        self.layout: Callable[[int], Layout] = lru_cache(_CACHED)(partial(tables.read_layout, path))
+        self._text = lru_cache(1)(read_source_text)
         self._values = lru_cache(_CACHED)(read_values)
 
     @classmethod
@@ -140,7 +142,7 @@ class Run:
     @property
     def resumed_steps(self) -> frozenset[tuple[int, int]]:
         """The first step of each fit that resumed from a checkpoint, as (fit, step)."""
-        return frozenset((fit.segment, fit.step) for one in self.manifest.attempts for fit in one.resumed_from)
+        return frozenset((fit.segment, fit.step) for attempt in self.manifest.attempts for fit in attempt.resumed_from)
 
     @property
     def segments(self) -> list[int]:
@@ -167,7 +169,7 @@ class Run:
     def nondeterministic_ops(self, rank: int) -> list[NondeterministicOp]:
         """Return the ops without a deterministic implementation that a process called."""
         path = self.path / files.rank_folder(rank) / files.NONDETERMINISTIC_FILE
-        return files.read_json(path, list[NondeterministicOp]) if path.exists() else []
+        return read_json(path, list[NondeterministicOp]) if path.exists() else []
 
     def source_text(self, line: str) -> tuple[tuple[int, str], ...]:
         """Return the lines around "train.py:41 in forward": ((40, "..."), (41, "..."), (42, "...")); () if unknown."""
@@ -193,25 +195,26 @@ class Run:
 
     def stream_paths(self, rank: int) -> Iterator[tuple[int, Path]]:
         """Yield the fit and the path of each file of a process."""
-        for attempt, number, segment in self._places():
-            yield segment, files.stream_path(self.path, rank, attempt, number)
+        for attempt, segment_in_attempt, segment in self._places():
+            yield segment, files.stream_path(self.path, rank, attempt, segment_in_attempt)
 
     def streams(self, segment: int) -> Iterator[tuple[Path, int]]:
         """Yield rank 0's files of a fit, one per attempt, each with the number of metric readings in run.json."""
-        for attempt, number, fit in self._places():
+        for attempt, segment_in_attempt, fit in self._places():
             if fit == segment:
-                told = dict(enumerate(self.manifest.attempts[attempt].readings))
-                yield files.stream_path(self.path, 0, attempt, number), told.get(number, 0)
+                num_readings = dict(enumerate(self.manifest.attempts[attempt].readings))
+                path = files.stream_path(self.path, 0, attempt, segment_in_attempt)
+                yield path, num_readings.get(segment_in_attempt, 0)
 
     def _open_rank(self, rank: int) -> RankRun:
         streams: list[StreamFile] = []
         *earlier, _ = self.manifest.attempts
-        for attempt, number, segment in self._places():
-            path = files.stream_path(self.path, rank, attempt, number)
+        for attempt, segment_in_attempt, segment in self._places():
+            path = files.stream_path(self.path, rank, attempt, segment_in_attempt)
             streams.append(StreamFile(path, run_id=self.manifest.run_id, rank=rank, attempt=attempt, segment=segment))
             # only the last fit of an attempt may have no end, if another attempt continued it
-            if attempt == len(earlier) or number + 1 < earlier[attempt].segments:
-                last = next(one for one in reversed(streams) if not self._left_nothing(one))
+            if attempt == len(earlier) or segment_in_attempt + 1 < earlier[attempt].segments:
+                last = next(stream for stream in reversed(streams) if not self._left_nothing(stream))
                 self.incomplete_reason = self.incomplete_reason or last.unfinished
         return RankRun(rank, streams)
 
@@ -223,9 +226,10 @@ class Run:
         return is_new and is_every_step and stream.unfinished is not None and not len(stream.rows)
 
     def _places(self) -> Iterator[tuple[int, int, int]]:
-        """Yield attempt, number in the attempt and fit of each stream; an attempt continues the last fit."""
+        """Yield attempt, fit in the attempt and fit of each stream; an attempt continues the last fit."""
         segment = 0
         for attempt, entry in enumerate(self.manifest.attempts):
-            for number in range(entry.segments):
-                segment += number > 0
-                yield attempt, number, segment
+            for segment_in_attempt in range(entry.segments):
+                if segment_in_attempt:
+                    segment += 1
+                yield attempt, segment_in_attempt, segment

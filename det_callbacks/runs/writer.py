@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from det_callbacks.errors import RunExistsError, SelectionError, WriteError
-from det_callbacks.runs import files
+from det_callbacks.runs import files, tables
 from det_callbacks.runs.disk import ANOTHER_FOLDER, AppendedFile, make_folder, replace_atomically, writing
 from det_callbacks.runs.environment import EnvironmentEntry
 from det_callbacks.runs.evidence import VALUES, EvidenceWriter, NondeterministicOp, Row, evidence_path
@@ -23,6 +23,7 @@ from det_callbacks.runs.peers import ALONE, Peers
 from det_callbacks.runs.place import REPLACEMENT, make_room, put_in_place, remove_run
 from det_callbacks.runs.program import Layout, Program, chain_digest
 from det_callbacks.runs.selection import Selection
+from det_callbacks.runs.source_text import write_source_text
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.stream import END_OF_STREAM, encode_header, encode_step
 
@@ -122,8 +123,8 @@ class RunWriter:
 
     @property
     def _streams(self) -> list[Path]:
-        numbers = range(self.manifest.attempts[-1].segments)
-        return [files.stream_path(self.path, self._peers.rank, self._attempt, number) for number in numbers]
+        segments = range(self.manifest.attempts[-1].segments)
+        return [files.stream_path(self.path, self._peers.rank, self._attempt, segment) for segment in segments]
 
     @property
     def _shared(self) -> set[Path]:
@@ -139,17 +140,17 @@ class RunWriter:
             if new:
                 text = {place: lines for place, lines in program.text.items() if place not in self._places}
                 if text:
-                    files.write_source_text(self.path, text)
+                    write_source_text(self.path, text)
                     self._places |= text.keys()
-                files.write_sites(self.path, [*new.values()])
+                tables.write_sites(self.path, [*new.values()])
                 self._sites |= new.keys()
-            files.write_program(self.path, program)
+            tables.write_program(self.path, program)
             self._programs[program.id] = len(program)
 
     def put_layout(self, layout: Layout) -> None:
         """Write a layout unless it exists."""
         if layout.id not in self._layouts:
-            files.write_layout(self.path, layout)
+            tables.write_layout(self.path, layout)
             self._layouts[layout.id] = len(layout)
 
     def has_layout(self, identity: int) -> bool:

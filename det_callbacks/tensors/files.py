@@ -114,12 +114,15 @@ def sample_start(name: str) -> int:
     return digest_bytes(name.encode())
 
 
-def common_elements(one: SavedTensor, other: SavedTensor) -> tuple[SavedTensor, SavedTensor]:
+def common_elements(reference: SavedTensor, current: SavedTensor) -> tuple[SavedTensor, SavedTensor]:
     """Return two tensors of the same shape, reduced to the elements that both have."""
-    every = max(one.every, other.every)
-    place = max(one, other, key=lambda side: side.every).first
-    ours, theirs = (side if side.every == every else side.thinned(place, every) for side in (one, other))
-    return ours, theirs
+    every = max(reference.every, current.every)
+    place = max(reference, current, key=lambda side: side.every).first
+    if reference.every != every:
+        reference = reference.thinned(place, every)
+    if current.every != every:
+        current = current.thinned(place, every)
+    return reference, current
 
 
 def tensor_path(stream: Path, kind: str, step: int) -> Path:

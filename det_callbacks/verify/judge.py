@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -48,6 +49,8 @@ CHAINS_NOTE = (
     "Steps before the first difference were compared by their chains, and their digests were not read again "
     "(det-callbacks export reads and checks every step)"
 )
+
+_order = attrgetter("order")  # the place of a difference in the run
 
 
 def compare_runs(
@@ -105,58 +108,74 @@ def compare_runs(
         return replace(compare_runs(reference, current, steps=steps), numerics=found)
     if tolerance is not None or names is not None:
         raise ValueError("tolerance and names belong to numerics=True.")
-    ours, theirs = runs = [Run.open(path, check_steps=False) for path in (reference, current)]
-    environment = compare_environments(ours.manifest.environment, theirs.manifest.environment)
-    if ours.manifest.world_size != theirs.manifest.world_size:
-        reason = other_world_size(ours, theirs.manifest.world_size)
-        return Verdict.refused(str(ours.path), str(theirs.path), reason, environment)
-    before, now = (run.manifest.selection.to_dict() for run in runs)
-    if others := [name for name in ("level", "modules", "phases") if before[name] != now[name]]:
-        shown = "; ".join(f"{name}: {before[name]!r} and {now[name]!r}" for name in others)
-        raise SelectionError(
-            f"{ours.path} and {theirs.path} were recorded with different arguments ({shown}), so nothing was compared. "
-            f"Record the current run with the reference's {', '.join(others)}."
-        )
-    records = {} if theirs.keeps == "all" else read_records(ours, theirs)
+    reference_run = Run.open(reference, check_steps=False)
+    current_run = Run.open(current, check_steps=False)
+    environment = compare_environments(reference_run.manifest.environment, current_run.manifest.environment)
+    world_size = current_run.manifest.world_size
+    if reference_run.manifest.world_size != world_size:
+        reason = other_world_size(reference_run, world_size)
+        return Verdict.refused(str(reference_run.path), str(current_run.path), reason, environment)
+    _require_equal_selections(reference_run, current_run)
+    is_verification = current_run.keeps != "all"
+    records = read_records(reference_run, current_run) if is_verification else {}
     if records:
         steps = next(iter(records.values())).steps
-    require_reference(ours, steps)
+    require_reference(reference_run, steps)
     notes = []
-    if not ours.is_complete:
-        notes.append(f"The reference is incomplete, and was compared up to its last step: {ours.incomplete_reason}")
-    if not theirs.is_complete and theirs.keeps == "all":
-        notes.append(f"The current run is incomplete: {theirs.incomplete_reason}")
+    if not reference_run.is_complete:
+        why = reference_run.incomplete_reason
+        notes.append(f"The reference is incomplete, and was compared up to its last step: {why}")
+    if not current_run.is_complete and not is_verification:
+        notes.append(f"The current run is incomplete: {current_run.incomplete_reason}")
     if steps == "common":
         notes.append("Only the steps that both runs have were compared")
-    streams = [run.rank(rank) for run in runs for rank in run.ranks if not records]
-    is_small = sum(stream.num_bytes for stream in streams) < SMALL_BYTES
-    for stream in streams if is_small else ():
-        stream.check_steps()
-    if not is_small:
-        notes.append(CHAINS_NOTE)
-    walk = RankWalk(reference=ours, current=theirs, is_common=steps == "common", records=records)
-    differing = {one.name: one for record in records.values() for one in record.environment}
-    differing |= {one.name: one for one in environment}
+    if not records:
+        ranks = [run.rank(rank) for run in (reference_run, current_run) for rank in run.ranks]
+        if sum(rank.num_bytes for rank in ranks) < SMALL_BYTES:
+            for rank in ranks:
+                rank.check_steps()
+        else:
+            notes.append(CHAINS_NOTE)
+    walk = RankWalk(reference=reference_run, current=current_run, is_common=steps == "common", records=records)
+    differing = {entry.name: entry for record in records.values() for entry in record.environment}
+    differing |= {entry.name: entry for entry in environment}
     judge = _Judge(
         walk=walk,
-        ranks=[walk.compare(rank) for rank in ours.ranks],
+        ranks=[walk.compare(rank) for rank in reference_run.ranks],
         environment=tuple(differing[name] for name in sorted(differing)),
         notes=notes,
     )
     verdict = judge.verdict()
-    findings, unread = _findings(theirs)
+    findings, unread = _findings(current_run)
     return replace(
         verdict,
-        record_next=next_recording(verdict, ours.manifest.selection),
+        record_next=next_recording(verdict, reference_run.manifest.selection),
         findings=findings,
-        evidence=(*verdict.evidence, *unread, *_nonfinite(ours, theirs)),
+        evidence=(*verdict.evidence, *unread, *_nonfinite(reference_run, current_run)),
     )
 
 
-def _nonfinite(*runs: Run) -> list[str]:
+def _require_equal_selections(reference: Run, current: Run) -> None:
+    """Raise SelectionError if the runs recorded different modules, phases or levels."""
+    reference_selection = reference.manifest.selection.to_dict()
+    current_selection = current.manifest.selection.to_dict()
+    differing = [
+        name for name in ("level", "modules", "phases") if reference_selection[name] != current_selection[name]
+    ]
+    if differing:
+        shown = "; ".join(
+            f"{name}: {reference_selection[name]!r} and {current_selection[name]!r}" for name in differing
+        )
+        raise SelectionError(
+            f"{reference.path} and {current.path} were recorded with different arguments ({shown}), so nothing was "
+            f"compared. Record the current run with the reference's {', '.join(differing)}."
+        )
+
+
+def _nonfinite(reference: Run, current: Run) -> list[str]:
     """Return the first number of each run that is not finite, among the tensors that it kept."""
-    found = {"reference": first_nonfinite(runs[0]), "current run": first_nonfinite(runs[1])}
-    return [f"{name}: {nonfinite_sentence(one)}" for name, one in found.items() if one is not None]
+    found = {"reference": first_nonfinite(reference), "current run": first_nonfinite(current)}
+    return [f"{name}: {nonfinite_sentence(place)}" for name, place in found.items() if place is not None]
 
 
 def _findings(current: Run) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
@@ -218,31 +237,34 @@ class _Judge:
 
     @cached_property
     def metrics(self) -> MetricComparison:
-        walk = self.walk
-        ours, theirs, record = walk.reference, walk.current, walk.records.get(0)
+        reference, current, record = self.walk.reference, self.walk.current, self.walk.records.get(0)
         stop = None if record is None else record.stopped
-        comparison = MetricComparison(is_common=walk.is_common)
-        for segment in sorted({*ours.segments, *theirs.segments}):
+        comparison = MetricComparison(is_common=self.walk.is_common)
+        for segment in sorted({*reference.segments, *current.segments}):
             if stop is not None and segment > stop.segment:
                 break
-            current, fit = read_metrics(theirs, segment), None if record is None else record.fit(segment)
-            comparison.begin(segment, read_metrics(ours, segment))
-            for step in current.resumed:
+            current_metrics = read_metrics(current, segment)
+            fit = None if record is None else record.fit(segment)
+            comparison.begin(segment, read_metrics(reference, segment))
+            for step in current_metrics.resumed:
                 comparison.resume(step, is_first=fit is not None and fit.metrics_since == step)
-            for reading in current.by_key.values():
+            for reading in current_metrics.by_key.values():
                 comparison.add(reading)
             if stop is None or segment < stop.segment:
                 comparison.end()
         return comparison
 
     def _first_metric(self) -> MetricDifference | None:
-        first, runs = self.metrics.first, (self.walk.reference, self.walk.current)
+        first = self.metrics.first
         if first is None:
             return None
-        reading, selections = first.readings[1], [run.manifest.selection for run in runs]
+        reading = first.readings[1]
+        selections = [run.manifest.selection for run in (self.walk.reference, self.walk.current)]
         # an epoch's mean depends on all its steps, a validation on the last
-        is_mean = reading.where == "epoch"
-        is_recorded = all(one.is_every_step if is_mean else one.selects_step(reading.step) for one in selections)
+        if reading.where == "epoch":
+            is_recorded = all(selection.is_every_step for selection in selections)
+        else:
+            is_recorded = all(selection.selects_step(reading.step) for selection in selections)
         is_after_gap = reading.step >= 0 and not is_recorded
         return replace(first, choices=choices_of_steps(self.environment), is_after_gap=is_after_gap)
 
@@ -255,21 +277,24 @@ class _Judge:
 
     def verdict(self) -> Verdict:
         """Return the verdict; NothingComparedError if no site was compared."""
-        whole = [steps for one in self.ranks for steps in one.whole]
-        first = {one.rank: one.first for one in self.ranks if one.first is not None}
-        has_divergence = bool(first or whole or self.metrics.first)
+        whole = [steps for rank in self.ranks for steps in rank.whole]
+        first = {rank.rank: rank.first for rank in self.ranks if rank.first is not None}
+        first_metric = self.metrics.first
+        has_divergence = bool(first or whole or first_metric)
         self._require_comparison(has_divergence=has_divergence)
         first = with_numbers(self.walk.reference, self.walk.current, first)
-        bits_differ = bool(first) or (self.metrics.first is not None and self.metrics.first.kind == "content")
+        bits_differ = bool(first) or (first_metric is not None and first_metric.kind == "content")
+        is_other_machine = any(entry.is_machine and entry.changes_bits for entry in self.environment)
         verdict: VerdictName = "diverged" if has_divergence else "match"
-        if bits_differ and any(one.is_machine and one.changes_bits for one in self.environment):
+        if bits_differ and is_other_machine:
             verdict = "not_comparable"
         ranks = self._classify(first)
         answer = self._answer(first, whole, ranks)
-        in_order = sorted(first.values(), key=lambda one: one.order)
+        in_order = sorted(first.values(), key=_order)
         origins = [origin for known in in_order for origin in known.origins_among(ranks)]
-        # the length of a run explains nothing in a step that both have
-        others = [one for one in self.environment if one.name != answer.choice and (whole or one.name not in LENGTHS)]
+        others = [entry for entry in self.environment if entry.name != answer.choice]
+        if not whole:  # the length of a run explains nothing in a step that both have
+            others = [entry for entry in others if entry.name not in LENGTHS]
         parts = [answer.text, answer.advice, *_environment_notes(others, verdict), *self.notes]
         tally = self.tally
         return Verdict(
@@ -313,14 +338,15 @@ class _Judge:
 
     @property
     def _num_ranks(self) -> int:
-        return sum(bool(one.tally.num_steps) for one in self.ranks)
+        return sum(bool(rank.tally.num_steps) for rank in self.ranks)
 
     def _require_comparison(self, *, has_divergence: bool) -> None:
         """Raise if too little was compared for a verdict."""
         tally, walk = self.tally, self.walk
         has_steps = bool(tally.num_steps or walk.records)
+        has_compared = bool(tally.num_sites or tally.num_metrics)
         # steps in only one run compare nothing
-        if not tally.num_sites and not tally.num_metrics and not (has_divergence and has_steps):
+        if not has_compared and not (has_divergence and has_steps):
             raise NothingComparedError(
                 f"{walk.reference.path} and {walk.current.path} have no step with recorded sites in common, so nothing "
                 "was compared. Check with det-callbacks show that both record the same script with the same "
@@ -347,18 +373,19 @@ class _Judge:
     def _answer(
         self, first: Mapping[int, FirstDifference], whole: Sequence[WholeSteps], ranks: Classification | None
     ) -> _Answer:
-        metric, agree = self._first_metric(), steps_agree(self.tally.num_steps) if not first else ""
-        earliest = min(first.values(), key=lambda one: one.order, default=None)
-        lacking = min(whole, key=lambda one: one.order, default=None)
+        metric = self._first_metric()
+        agree = "" if first else steps_agree(self.tally.num_steps)
+        earliest = min(first.values(), key=_order, default=None)
+        lacking = min(whole, key=_order, default=None)
         if metric is not None and lacking is not None and metric.follows_from(lacking.segment):
             metric = None
         if metric is not None and earliest is not None and metric.follows_from(*earliest.moment):
             metric = None
-        found = [one for one in (earliest, lacking, metric) if one is not None]
+        found = [difference for difference in (earliest, lacking, metric) if difference is not None]
         if not found:
             return _Answer(None, None, explain_match(self.tally, num_ranks=self._num_ranks))
         shown_whole = explain_whole_steps(whole, show_rank=self.show_rank)
-        leader = min(found, key=lambda one: one.order)
+        leader = min(found, key=_order)
         if isinstance(leader, MetricDifference):
             return self._answer_metric(leader, agree if not whole else "")
         if isinstance(leader, WholeSteps):
@@ -367,7 +394,7 @@ class _Judge:
         if ranks is not None and ranks.is_collective:
             return _Answer(shown, "collective", f"Step {shown.step}, {shown.phase}: {explain_ranks(ranks)}")
         if ranks is not None and ranks.ranks("origin"):
-            leader = min((first[rank] for rank in ranks.ranks("origin")), key=lambda one: one.order)
+            leader = min((first[rank] for rank in ranks.ranks("origin")), key=_order)
         facts = self._facts(leader)
         answer = find_cause(facts)
         text = answer.explanation
@@ -375,16 +402,17 @@ class _Judge:
             text += f"; {explain_ranks(ranks)}"
         if whole:
             text += f"; in addition, {shown_whole}"
-        chosen = next((one.name for one in facts.choices if text.startswith(f"{one.name} is ")), "")
+        names = (choice.name for choice in facts.choices)
+        chosen = next((name for name in names if text.startswith(f"{name} is ")), "")
         return _Answer(shown, answer.cause, text, answer.advice, evidence_lines(facts), chosen)
 
     def _answer_metric(self, metric: MetricDifference, agree: str) -> _Answer:
         others = self.metrics.num_differing - 1
         more = f", and {count(others, 'more metric')}" if others else ""
-        text, choice = explain_metric(metric) + more + agree, metric.explaining_choice
-        text, chosen = capitalised(text), "" if choice is None else choice.name
+        text, chosen = capitalised(explain_metric(metric) + more + agree), ""
+        choice = metric.explaining_choice
         if choice is not None:
-            text = explained_by(choice, text)
+            text, chosen = explained_by(choice, text), choice.name
         return _Answer(metric.divergence(), metric.cause, text, advise_metric(metric), metric_lines(metric), chosen)
 
     def _facts(self, known: FirstDifference) -> Facts:
@@ -414,7 +442,7 @@ class _Judge:
 
 
 def _without_starts(environment: Sequence[EnvironmentDifference]) -> list[EnvironmentDifference]:
-    return [one for one in environment if not one.name.startswith(GENERATOR)]
+    return [entry for entry in environment if not entry.name.startswith(GENERATOR)]
 
 
 def _environment_notes(environment: Sequence[EnvironmentDifference], verdict: VerdictName) -> list[str]:
@@ -424,13 +452,16 @@ def _environment_notes(environment: Sequence[EnvironmentDifference], verdict: Ve
     choices = both_values([entry for entry in changing if not entry.is_machine])
     machine = both_values([entry for entry in changing if entry.is_machine])
     too = " too, so nothing is proven either way" if verdict == "not_comparable" else ""
-    starts = [one.name.removeprefix(GENERATOR) for one in environment if one.name.startswith(GENERATOR)]
+    starts = [entry.name.removeprefix(GENERATOR) for entry in environment if entry.name.startswith(GENERATOR)]
     notes = []
     if verdict != "match":
         notes += code_lines(environment)
-        notes += [f"Settings differ: {choices}"] if choices else []
+        if choices:
+            notes.append(f"Settings differ: {choices}")
     elif starts:
         notes.append(
             f"Generators that had a different state at the start of the fit and changed no bit: {listed(starts)}"
         )
-    return notes + ([f"The machine differs{too}: {machine}"] if machine else [])
+    if machine:
+        notes.append(f"The machine differs{too}: {machine}")
+    return notes

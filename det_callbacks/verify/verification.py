@@ -207,16 +207,16 @@ class Verification:
         selection = self.reference.manifest.selection
         if (selection.level, selection.modules) == ("op", ("*",)) or step - 1 not in self._known:
             return
-        before, state = self.reference.view(self.rank, self.segment, step - 1), digest_state()
-        first = num_leading_sites(before.program)
-        left = {
+        previous, current_state = self.reference.view(self.rank, self.segment, step - 1), digest_state()
+        first = num_leading_sites(previous.program)
+        reference_state = {
             site.name: int(digest)
-            for site, digest in zip(before.program.sites[first:], before.record.digests[first:], strict=True)
+            for site, digest in zip(previous.program.sites[first:], previous.record.digests[first:], strict=True)
             if site.phase == "state" and site.role == "named" and site.name is not None
         }
-        changed = [name for name, bits in state.items() if left.get(name) != bits]
+        changed = [name for name, bits in current_state.items() if reference_state.get(name) != bits]
         # the step also recorded what training_step returned
-        others = (name for name in left if name not in state and parameter_in(name, state))
+        others = (name for name in reference_state if name not in current_state and parameter_in(name, current_state))
         self.fit.unrestored = (*changed, *others)
 
     def idle_generators(self, step: int) -> frozenset[str] | None:

@@ -12,7 +12,7 @@ from step_builder import StepBuilder, manifest_of, record, steps_of, training_st
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.errors import NothingComparedError, ReferenceFormatError, ReferenceNotFoundError, SelectionError
 from det_callbacks.findings.facts import MAX_PROGRAMS
-from det_callbacks.runs import files, store
+from det_callbacks.runs import store, tables
 from det_callbacks.runs.files import stream_path
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.store import Run
@@ -84,14 +84,14 @@ def test_programs_and_layouts_that_both_runs_have_are_parsed_once(tmp_path, monk
         steps = {step: training_step(muls=2 + step, **(others if step == 3 else {})) for step in range(num_steps)}
         runs.append(record(tmp_path / name, steps))
     parsed = []
-    table_of = files._table_of
+    table_of = tables._table_of
     monkeypatch.setattr(
-        files, "_table_of", lambda content, schema: (parsed.append(schema), table_of(content, schema))[1]
+        tables, "_table_of", lambda content, schema: (parsed.append(schema), table_of(content, schema))[1]
     )
     verdict = compare_runs(*runs)
     assert (verdict.verdict, verdict.counts.steps_compared) == ("diverged" if changes else "match", num_steps)
     num_again = MAX_PROGRAMS + 3  # for findings, and to explain the first difference
-    for schema in (files.PROGRAM_SCHEMA, files.LAYOUT_SCHEMA):
+    for schema in (tables.PROGRAM_SCHEMA, tables.LAYOUT_SCHEMA):
         assert num_steps <= parsed.count(schema) <= num_steps + num_again
 
 

@@ -17,12 +17,14 @@ from det_callbacks.errors import (
     SelectionError,
     WriteError,
 )
-from det_callbacks.runs import files
+from det_callbacks.runs import tables
 from det_callbacks.runs.disk import replace_atomically
+from det_callbacks.runs.files import table_path
 from det_callbacks.runs.manifest import Manifest, _digest, read_manifest, write_manifest
 from det_callbacks.runs.place import make_room, put_in_place
 from det_callbacks.runs.program import Layout, Program, SiteRow, TensorLayout
 from det_callbacks.runs.selection import Selection
+from det_callbacks.runs.source_text import write_source_text
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import as_json
 
@@ -33,17 +35,17 @@ def manifest_with(**changes: object) -> Manifest:
 
 def write_program(folder: Path, program: Program) -> None:
     (folder / "sites").mkdir(exist_ok=True)
-    files.write_sites(folder, program.rows)
-    files.write_program(folder, program)
+    tables.write_sites(folder, program.rows)
+    tables.write_program(folder, program)
 
 
 def read_program(folder: Path, identity: int) -> Program:
-    return files.read_program(folder, files.SiteTable(folder), identity)
+    return tables.read_program(folder, tables.SiteTable(folder), identity)
 
 
 TABLES = [
     ("programs", small_program(), small_program(op="aten.add.Tensor"), write_program, read_program),
-    ("layouts", small_layout(3), small_layout(4), files.write_layout, files.read_layout),
+    ("layouts", small_layout(3), small_layout(4), tables.write_layout, tables.read_layout),
 ]
 
 
@@ -60,21 +62,21 @@ def test_a_layout_is_read_kind_by_kind(tmp_path, monkeypatch):
     ]
     layout = Layout(entries=tuple(kinds[index * index % 11 % len(kinds)] for index in range(900)))
     (tmp_path / "layouts").mkdir()
-    files.write_layout(tmp_path, layout)
-    digested = Mock(side_effect=files.entry_digest)
-    monkeypatch.setattr(files, "entry_digest", digested)
-    assert files.read_layout(tmp_path, layout.id) == layout
+    tables.write_layout(tmp_path, layout)
+    digested = Mock(side_effect=tables.entry_digest)
+    monkeypatch.setattr(tables, "entry_digest", digested)
+    assert tables.read_layout(tmp_path, layout.id) == layout
     assert digested.call_count == len({*layout.entries})
 
 
 @pytest.mark.parametrize(("kind", "ours", "theirs", "write", "read"), TABLES)
 def test_a_table_that_is_not_what_was_written_is_refused(tmp_path, kind, ours, theirs, write, read):
     (tmp_path / kind).mkdir()
-    path = files.table_path(tmp_path, kind, ours.id)
+    path = table_path(tmp_path, kind, ours.id)
     with pytest.raises(ReferenceFormatError, match="No such file"):
         read(tmp_path, ours.id)
     write(tmp_path, theirs)
-    files.table_path(tmp_path, kind, theirs.id).rename(path)
+    table_path(tmp_path, kind, theirs.id).rename(path)
     with pytest.raises(ReferenceFormatError, match="does not match the id in its name"):
         read(tmp_path, ours.id)
     path.unlink()
@@ -100,6 +102,15 @@ def test_a_table_that_is_not_what_was_written_is_refused(tmp_path, kind, ours, t
         assert str(path) in str(caught.value)
 
 
+def test_programs_of_one_file_share_no_counts(tmp_path):
+    (tmp_path / "programs").mkdir()
+    program = replace(small_program(), ops_skipped={"aten.view.default": 2})
+    write_program(tmp_path, program)
+    first, second = read_program(tmp_path, program.id), read_program(tmp_path, program.id)
+    first.ops_skipped["aten.view.default"] += 1
+    assert second == read_program(tmp_path, program.id) == program
+
+
 def test_a_site_that_is_not_what_its_file_says_or_is_in_none_is_refused(tmp_path):
     (tmp_path / "programs").mkdir()
     program = small_program()
@@ -117,7 +128,7 @@ def test_a_site_that_is_not_what_its_file_says_or_is_in_none_is_refused(tmp_path
     path.unlink()
     with pytest.raises(ReferenceFormatError, match=r"no file in .*sites has site \d+ of this program") as caught:
         read_program(tmp_path, program.id)
-    assert str(files.table_path(tmp_path, "programs", program.id)) in str(caught.value)
+    assert str(table_path(tmp_path, "programs", program.id)) in str(caught.value)
 
 
 def test_programs_share_what_their_sites_are(tmp_path):
@@ -152,7 +163,7 @@ def test_the_text_of_source_lines_is_kept_once_and_only_where_it_is_certain(tmp_
     (source,) = run.program(program.id).sites[0].source
     assert run.source_text(source)[1] == (7, "y")
     assert run.source_text("train.py:42 in forward") == run.source_text("train.py") == ()
-    files.write_source_text(tmp_path / "run", {"train.py:41": ("a", "changed", "c")})
+    write_source_text(tmp_path / "run", {"train.py:41": ("a", "changed", "c")})
     assert Run.open(tmp_path / "run").source_text("train.py:41 in forward") == ()
     path.write_bytes(path.read_bytes().replace(b'"b"', b'"B"'))
     with pytest.raises(ReferenceFormatError, match=path.name):

@@ -34,8 +34,8 @@ def because(facts: Facts, todo: str) -> str:
 def _of_loader(facts: Facts) -> list[str]:
     settings = facts.evidence.batch.settings
     return [
-        f"{name} is {ours} in the reference and {theirs} in the current run"
-        for name, (ours, theirs) in settings.items()
+        f"{name} is {reference} in the reference and {current} in the current run"
+        for name, (reference, current) in settings.items()
     ]
 
 
@@ -51,7 +51,7 @@ def _of_batch(facts: Facts) -> list[str]:
     elif batch.was_searched and batch.indices != "cut":
         found.append("the reference recorded none of its samples")
     if batch.first_index is not None and batch.indices != "cut":
-        loader, position, ours, theirs = batch.first_index
-        both = f"{ours} in the reference, {theirs} in the current run"
+        loader, position, reference, current = batch.first_index
+        both = f"{reference} in the reference, {current} in the current run"
         found.append(f"first different sample: the sampler of {loader} drew at [{position}] {both}")
     return found

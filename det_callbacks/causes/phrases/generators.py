@@ -77,8 +77,8 @@ def _why_it_differs(change: GeneratorChange) -> str:
 
 
 def _seeded(change: GeneratorChange) -> str:
-    ours, theirs = change.seeds or ("?", "?")
-    return f"seeded with {ours} in the reference and {theirs} in the current run"
+    reference, current = change.seeds or ("?", "?")
+    return f"seeded with {reference} in the reference and {current} in the current run"
 
 
 def keep_from_drawing(change: GeneratorChange, evidence: Evidence) -> str:

@@ -46,7 +46,7 @@ def _where_it_starts(finding: Finding) -> str:
 def _how_it_differs(finding: Finding) -> str:
     divergence = finding.divergence
     if divergence.kind == "argument" and finding.arguments is not None:
-        shown = [f"{name}: {ours} -> {theirs}" for name, (ours, theirs) in finding.arguments.items()]
+        shown = [f"{name}: {reference} -> {current}" for name, (reference, current) in finding.arguments.items()]
         called = f"was called with different arguments ({listed(shown, '; ')})"
         return called if finding.layouts is None else f"{called} and produced {both_layouts(finding.layouts)}"
     if divergence.kind == "structure" and finding.role == "graph":
@@ -112,29 +112,33 @@ Layouts = tuple[TensorLayout | None, TensorLayout | None]
 
 def reads_another_part(layouts: Layouts) -> bool:
     """Return whether two layouts differ only in which elements are read."""
-    ours, theirs = layouts
-    if ours is None or theirs is None or (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
+    reference, current = layouts
+    if reference is None or current is None or (reference.dtype, reference.shape) != (current.dtype, current.shape):
         return False
-    return ours.detail != theirs.detail and f"{ours.detail}{theirs.detail}".startswith(READS)
+    return reference.detail != current.detail and f"{reference.detail}{current.detail}".startswith(READS)
 
 
 def what_differs(layouts: Layouts) -> str:
     """Return "a different shape", "a different shape and dtype", "different strides"."""
-    ours, theirs = layouts
-    if ours is None or theirs is None:
+    reference, current = layouts
+    if reference is None or current is None:
         return "a different layout"
-    parts = ["shape"] * (ours.shape != theirs.shape) + ["dtype"] * (ours.dtype != theirs.dtype)
+    parts = ["shape"] * (reference.shape != current.shape) + ["dtype"] * (reference.dtype != current.dtype)
     if parts:
         return f"a different {' and '.join(parts)}"
-    return "different strides" if ours.stride != theirs.stride else "a different layout"
+    return "different strides" if reference.stride != current.stride else "a different layout"
 
 
 def both_layouts(layouts: Layouts) -> str:
     """Return "float32 [2] in the reference, float64 [2] in the current run", or the strides or elements that differ."""
-    ours, theirs = layouts
+    reference, current = layouts
     shown = ["no tensor" if one is None else describe_tensor(one) for one in layouts]
-    if ours is not None and theirs is not None and (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape):
-        shown = [f"{describe_tensor(one)} with strides {list(one.stride)}" for one in (ours, theirs)]
+    if (
+        reference is not None
+        and current is not None
+        and (reference.dtype, reference.shape) == (current.dtype, current.shape)
+    ):
+        shown = [f"{describe_tensor(one)} with strides {list(one.stride)}" for one in (reference, current)]
         if reads_another_part(layouts):
-            shown = [one.detail.removeprefix(READS) or "in order from element 0" for one in (ours, theirs)]
+            shown = [one.detail.removeprefix(READS) or "in order from element 0" for one in (reference, current)]
     return f"{shown[0]} in the reference, {shown[1]} in the current run"
