@@ -44,7 +44,7 @@ def compose_with(folder: Path, *overrides: str) -> DictConfig:
         return compose("config", overrides=list(overrides), return_hydra_config=True)
 
 
-def test_the_callback_file_is_the_signature() -> None:
+def test_the_callback_file_is_the_signature():
     node = load("callbacks/determinism.yaml").determinism
     assert [name for name in node if not name.startswith("_")] == list(PARAMETERS)
     assert OmegaConf.is_missing(node, "reference")
@@ -58,7 +58,7 @@ def test_the_callback_file_is_the_signature() -> None:
                 assert choice in line, f"{name} allows {choice}"
 
 
-def test_the_options_are_the_signature_and_flow_into_the_callback() -> None:
+def test_the_options_are_the_signature_and_flow_into_the_callback():
     options = load("determinism/disabled.yaml").determinism
     assert set(options) == set(PARAMETERS)
     wired: Any = OmegaConf.to_container(load("determinism/record.yaml").callbacks.determinism, resolve=False)
@@ -71,7 +71,7 @@ def test_the_options_are_the_signature_and_flow_into_the_callback() -> None:
     assert DeterminismSettings.from_mapping(options.settings) == DeterminismSettings()
 
 
-def test_nothing_shipped_hides_a_users_file() -> None:
+def test_nothing_shipped_hides_a_users_file():
     shipped = sorted(str(path.relative_to(CONF)) for path in CONF.rglob("*.yaml"))
     assert shipped == ["callbacks/determinism.yaml", *(f"determinism/{name}.yaml" for name in sorted(PRESETS))]
     yaml_booleans = re.compile(r":\s*(off|on|yes|no)\s*(#|$)", re.IGNORECASE | re.MULTILINE)
@@ -79,7 +79,7 @@ def test_nothing_shipped_hides_a_users_file() -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_the_command_in_the_first_comment_works_and_takes_nothing_away(preset: str, user_conf: Path) -> None:
+def test_the_command_in_the_first_comment_works_and_takes_nothing_away(preset, user_conf):
     lines = (CONF / "determinism" / f"{preset}.yaml").read_text().splitlines()
     assert lines[0] == "# @package _global_"
     words = shlex.split(lines[1].removeprefix("# "))
@@ -93,7 +93,7 @@ def test_the_command_in_the_first_comment_works_and_takes_nothing_away(preset: s
     assert (job and job._target_) == ("det_callbacks.integrations.hydra.DeterminismJobCallback" if is_ours else None)
 
 
-def test_the_audit_of_replicas_is_its_own_callback(user_conf: Path) -> None:
+def test_the_audit_of_replicas_is_its_own_callback(user_conf):
     config = compose_with(user_conf, "+determinism=replicas", "determinism.on_divergence=warn")
     node: Any = OmegaConf.to_container(config.callbacks.determinism, resolve=True)
     assert (node.pop("_target_"), node.pop("_convert_")) == ("det_callbacks.ReplicaAuditCallback", "all")
@@ -102,7 +102,7 @@ def test_the_audit_of_replicas_is_its_own_callback(user_conf: Path) -> None:
     assert (list(parameters), parameters["every_n_steps"].default) == (list(node), 100)
 
 
-def test_callbacks_that_are_a_list_or_null(user_conf: Path) -> None:
+def test_callbacks_that_are_a_list_or_null(user_conf):
     (user_conf / "callbacks" / "mine.yaml").write_text("defaults:\n  - default\n  - determinism\n")
     config = compose_with(user_conf, "callbacks=mine", "callbacks.determinism.reference=refs/run1")
     assert list(config.callbacks) == ["stopping", "determinism"]
@@ -112,7 +112,7 @@ def test_callbacks_that_are_a_list_or_null(user_conf: Path) -> None:
     assert list(config.callbacks) == ["determinism"]
 
 
-def test_the_documented_table_is_made_of_the_list() -> None:
+def test_the_documented_table_is_made_of_the_list():
     rows = (Path(__file__).parents[2] / "docs/reference/settings.md").read_text().splitlines()
     for field in dataclasses.fields(DeterminismSettings):
         default = json.dumps(field.default) if isinstance(field.default, str) else field.default

@@ -3,8 +3,6 @@
 They are made from byte i of the pattern being the top byte of i * 2654435761 modulo 2**32.
 """
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -61,7 +59,7 @@ TENSORS = {
 
 
 @pytest.mark.parametrize(("num_bytes", "expected"), BYTES.items())
-def test_bytes(num_bytes: int, expected: str, tmp_path: Path) -> None:
+def test_bytes(num_bytes, expected, tmp_path):
     data = pattern(num_bytes + 2048)[:num_bytes]  # what lies behind it plays no part
     (tmp_path / "file").write_bytes(data)
     size, of_file = host_digest.digest_file(tmp_path / "file")
@@ -74,7 +72,7 @@ def test_bytes(num_bytes: int, expected: str, tmp_path: Path) -> None:
 
 @BETA_TENSORS
 @pytest.mark.parametrize(("make", "expected"), TENSORS.values(), ids=TENSORS)
-def test_tensors(make: object, expected: str) -> None:
+def test_tensors(make, expected):
     tensor = make()
     assert format_digest(digest_tensor(tensor)) == expected
     assert [format_digest(one) for one in digest_tensors([tensor])] == [expected]

@@ -30,7 +30,7 @@ def files_with_links() -> list[Path]:
 
 
 @pytest.mark.parametrize("page", files_with_links(), ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_links_lead_somewhere_and_examples_are_python(page: Path) -> None:
+def test_links_lead_somewhere_and_examples_are_python(page):
     text = page.read_text()
     prose = re.sub(r"(?s)```.*?```|`[^`\n]*`", "", text)
     for link in LINK.findall(prose):
@@ -44,7 +44,7 @@ def test_links_lead_somewhere_and_examples_are_python(page: Path) -> None:
                 assert {alias.name for alias in node.names} <= set(det_callbacks.__all__)
 
 
-def test_the_readme_is_short_and_leads_to_every_page_of_use_and_so_does_the_site() -> None:
+def test_the_readme_is_short_and_leads_to_every_page_of_use_and_so_does_the_site():
     readme = (ROOT / "README.md").read_text()
     assert len(readme.splitlines()) <= 200
     linked = set(re.findall(r"\]\(docs/([^)#]*\.md)", readme))
@@ -53,7 +53,7 @@ def test_the_readme_is_short_and_leads_to_every_page_of_use_and_so_does_the_site
     assert named == linked | reached == {page.relative_to(DOCS).as_posix() for page in PAGES}
 
 
-def test_the_commands_of_the_decision_table_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands_of_the_decision_table_are_taken(monkeypatch):
     taken: list[str] = []
 
     class Commands:
@@ -66,7 +66,7 @@ def test_the_commands_of_the_decision_table_are_taken(monkeypatch: pytest.Monkey
     assert set(taken) >= {"check", "record", "verify", "diff", "findings", "check-checkpoint", "ops"}
 
 
-def test_the_number_of_bugs_is_that_of_the_gallery() -> None:
+def test_the_number_of_bugs_is_that_of_the_gallery():
     entries = len(list((ROOT / "recipes" / "gallery").glob("*/README.md")))
     said = [
         re.findall(r"(\d+) (?:real )?bugs", page.read_text()) for page in (ROOT / "README.md", DOCS / "is-it-for-me.md")
@@ -74,13 +74,13 @@ def test_the_number_of_bugs_is_that_of_the_gallery() -> None:
     assert said == [[str(entries)] * 2, [str(entries)]]
 
 
-def test_arguments_are_listed() -> None:
+def test_arguments_are_listed():
     arguments = re.findall(r"(?m)^\| `(\w+)` \|", (DOCS / "reference" / "callback.md").read_text())
     parameters = inspect.signature(DeterminismCallback).parameters.values()
     assert arguments == [one.name for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD]
 
 
-def test_the_page_of_the_command_line_is_its_help(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_the_page_of_the_command_line_is_its_help(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "98")
     page = (DOCS / "reference" / "cli.md").read_text()
     commands = "show findings diff record verify check doctor ops check-checkpoint export"
@@ -90,6 +90,6 @@ def test_the_page_of_the_command_line_is_its_help(monkeypatch: pytest.MonkeyPatc
         assert f"## {command}\n\n```text\n{capsys.readouterr().out}```\n" in page
 
 
-def test_the_api_page_names_everything_public() -> None:
+def test_the_api_page_names_everything_public():
     named = re.findall(r"(?m)^::: det_callbacks\.(\w+)$", (DOCS / "reference" / "api.md").read_text())
     assert sorted(named) == sorted(det_callbacks.__all__)

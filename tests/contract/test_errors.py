@@ -25,11 +25,11 @@ def written(text: str) -> set[tuple[int, str, int]]:
     return {(len(indent) // 2, name, int(code)) for indent, name, code in lines}
 
 
-def test_the_tree_of_errors_is_the_one_that_there_is() -> None:
+def test_the_tree_of_errors_is_the_one_that_there_is():
     assert len(PUBLIC) > 50
     assert written(errors.__doc__ or "") == {*branches(DetCallbacksError)}
 
 
-def test_another_tree_is_another() -> None:
+def test_another_tree_is_another():
     tree = written("    DetCallbacksError   2\n      RankError   2\n")
     assert tree == {(0, "DetCallbacksError", 2), (1, "RankError", 2)} != written("    DetCallbacksError   2\n")

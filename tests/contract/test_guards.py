@@ -51,7 +51,7 @@ LEAKS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")  # one of the leaks
-def test_every_leak_is_named_and_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_leak_is_named_and_put_back(tmp_path, monkeypatch):
     monkeypatch.setenv("CHANGED_BY_A_TEST", "before")
     monkeypatch.setenv("REMOVED_BY_A_TEST", "before")
     things = guards.watched_things(tmp_path)
@@ -73,7 +73,7 @@ def test_every_leak_is_named_and_put_back(tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "lightning_logs").is_dir(), "it may be someone's work"
 
 
-def test_the_fixture_fails_the_test_that_leaks_and_no_other_and_seeds_each_alike(tmp_path: Path) -> None:
+def test_the_fixture_fails_the_test_that_leaks_and_no_other_and_seeds_each_alike(tmp_path):
     for name in ("conftest.py", "guards.py"):
         (tmp_path / name).write_text((TESTS / name).read_text())
     (tmp_path / "test_leaks.py").write_text(

@@ -79,23 +79,23 @@ def unguarded_writes(source: str) -> list[int]:
     return found
 
 
-def test_each_write_of_the_package_is_one_that_can_fail_well() -> None:
+def test_each_write_of_the_package_is_one_that_can_fail_well():
     files = sources("det_callbacks")
     assert {path: lines for path, text in files.items() if (lines := unguarded_writes(text))} == {}
 
 
-def test_one_idea_has_one_word_no_comment_is_a_banner_and_no_file_is_too_long_or_a_drawer() -> None:
+def test_one_idea_has_one_word_no_comment_is_a_banner_and_no_file_is_too_long_or_a_drawer():
     files = sources("det_callbacks", "recipes", "tests")
     assert misfits(files) == []
     for path, text in files.items():
         assert banned_words(text) == banners(text) == [], path
 
 
-def test_recipes_use_public_names() -> None:
+def test_recipes_use_public_names():
     assert {path for path, text in sources("recipes").items() if private_imports(text)} == set(PRIVATE_IN_RECIPES)
 
 
-def test_each_rule_finds_what_it_forbids_and_nothing_else() -> None:
+def test_each_rule_finds_what_it_forbids_and_nothing_else():
     words = "def read_snapshot(GoldenRun, *, num_actual):\n    'A snapshot.'\n    return actually, XMLBaseline"
     imports = "from det_callbacks import HashMode\nimport det_callbacks.trace\nfrom det_callbacks.digest import host"
     assert banned_words(words) == ["read_snapshot", "GoldenRun", "num_actual", "XMLBaseline"]

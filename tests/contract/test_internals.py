@@ -102,13 +102,13 @@ def offenders(files: Mapping[str, str]) -> dict[str, list[str]]:
     return {path: lines for path, lines in found.items() if lines}
 
 
-def test_private_names_of_others_stand_in_the_room_alone() -> None:
+def test_private_names_of_others_stand_in_the_room_alone():
     files = sources("det_callbacks")
     assert any(path.startswith(ROOM) for path in files)
     assert offenders(files) == {}
 
 
-def test_recipes_use_public_names() -> None:
+def test_recipes_use_public_names():
     found = {name.partition(":")[0] for lines in offenders(sources("recipes")).values() for name in lines}
     assert found == IN_RECIPES
 
@@ -131,19 +131,19 @@ def test_recipes_use_public_names() -> None:
         "from operator import attrgetter\nread = attrgetter('fit_loop._data_fetcher')",
     ],
 )
-def test_the_rule_finds_a_private_name(source: str) -> None:
+def test_the_rule_finds_a_private_name(source):
     assert offenders({"det_callbacks/trace/new.py": source})
     assert not offenders({f"{ROOM}new.py": source})
 
 
-def test_the_rule_lets_names_of_our_own_and_of_ops_be() -> None:
+def test_the_rule_lets_names_of_our_own_and_of_ops_be():
     source = (
         "import torch\nclass A:\n    def _go(self):\n        self._x = torch.ops._c10d.all_reduce\n        self._go()"
     )
     assert offenders({"det_callbacks/trace/new.py": source}) == {}
 
 
-def test_every_name_is_there_and_says_what_it_is_for() -> None:
+def test_every_name_is_there_and_says_what_it_is_for():
     assert [*TORCH.all_missing(), *lightning.all_missing()] == []
     known = [*TORCH.known.values(), *LIGHTNING.known.values()]
     assert len(known) > 80
@@ -171,7 +171,7 @@ def is_refused(outcome: Mapping[str, Any], name: str) -> bool:
     return list(outcome) == ["refused"] and all(part in outcome["refused"] for part in parts)
 
 
-def test_a_lost_name_breaks_no_import_and_is_refused_or_told_in_the_coverage(tmp_path: Path) -> None:
+def test_a_lost_name_breaks_no_import_and_is_refused_or_told_in_the_coverage(tmp_path):
     optional = [one for one in TORCH.known.values() if one.lost]
     together = ",".join(one.path for one in optional)
     needed = "torch._C._current_graph_task_id"
@@ -187,7 +187,7 @@ def test_a_lost_name_breaks_no_import_and_is_refused_or_told_in_the_coverage(tmp
 
 @pytest.mark.timeout(900)  # a process for each: a minute of work, of which a busy machine makes many
 @pytest.mark.slow
-def test_each_name_that_recording_needs_is_refused_by_name(tmp_path: Path) -> None:
+def test_each_name_that_recording_needs_is_refused_by_name(tmp_path):
     needed = [one.path for one in recording_names()]
     assert len(needed) > 30
     found = run_without(tmp_path, *needed)
@@ -199,7 +199,7 @@ OF_A_TRAINER = [one.path for one in LIGHTNING.known.values() if one.is_of_instan
 
 
 @pytest.mark.parametrize("path", OF_A_TRAINER)
-def test_a_trainer_that_lacks_a_name_is_refused(path: str) -> None:
+def test_a_trainer_that_lacks_a_name_is_refused(path):
     trainer = quiet_trainer()
     lightning.require(trainer)
     name = path.rpartition(".")[2]
@@ -223,7 +223,7 @@ class Without:
         return Without(getattr(self._whole, name), self._name)
 
 
-def test_ddp_without_its_names_trains_and_saves_no_exact_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ddp_without_its_names_trains_and_saves_no_exact_resume(monkeypatch):
     from det_callbacks.integrations.lightning.checkpoint import buckets
 
     facts = TORCH.known["torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data"]
@@ -234,7 +234,7 @@ def test_ddp_without_its_names_trains_and_saves_no_exact_resume(monkeypatch: pyt
     assert f"has no {facts.path}, which exact resume under DDP needs" in problem
 
 
-def test_an_import_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_that_fails_says_why(monkeypatch):
     def fail(name: str) -> Any:
         raise AttributeError("type object 'torch._C.Tag' has no attribute 'out'")
 
@@ -244,9 +244,7 @@ def test_an_import_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
         from det_callbacks import digest_tensor  # noqa: F401
 
 
-def test_the_doctor_names_what_cannot_be_imported_and_what_is_missing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_doctor_names_what_cannot_be_imported_and_what_is_missing(monkeypatch, capsys):
     name = next(one for one in TORCH.known.values() if one.lost)
     monkeypatch.setattr(TORCH, "missing", [name])
     assert main(["doctor"]) == 1
@@ -272,7 +270,7 @@ sys.exit(main(["doctor", "--json"]))
 """
 
 
-def test_the_doctor_starts_where_the_packages_are_missing_that_other_commands_load() -> None:
+def test_the_doctor_starts_where_the_packages_are_missing_that_other_commands_load():
     lost = "torch,lightning,numpy,pyarrow,msgspec"
     command = [sys.executable, "-c", WITHOUT, lost]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
@@ -287,14 +285,12 @@ def test_the_doctor_starts_where_the_packages_are_missing_that_other_commands_lo
     ("found", "is_newer"),
     [("2.16.0.dev20270101+cu130", True), ("2.17rc1", True), ("3", True), ("2.15.0a0+git1", False), ("2.9.1", False)],
 )
-def test_any_version_that_a_package_may_have_is_compared(
-    monkeypatch: pytest.MonkeyPatch, found: str, is_newer: bool
-) -> None:
+def test_any_version_that_a_package_may_have_is_compared(monkeypatch, found, is_newer):
     monkeypatch.setattr(versions, "version", lambda package: {"torch": found, "lightning": "2.6.6"}[package])
     assert [line.partition(" is newer")[0] for line in versions.newer_than_tested()] == [f"torch {found}"] * is_newer
 
 
-def test_a_package_without_metadata_stops_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_without_metadata_stops_no_run(monkeypatch):
     def version(package: str) -> str:
         raise PackageNotFoundError(package)
 
@@ -302,9 +298,7 @@ def test_a_package_without_metadata_stops_no_run(monkeypatch: pytest.MonkeyPatch
     assert versions.newer_than_tested() == []
 
 
-def test_a_newer_version_than_any_that_was_tested_is_a_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_newer_version_than_any_that_was_tested_is_a_line(monkeypatch, capsys, tmp_path):
     assert versions.newer_than_tested() == []
     monkeypatch.setitem(versions.TESTED, "lightning", ("2.5", "2.4"))
     line = "is newer than any version that det_callbacks was tested with (2.4)"
@@ -316,7 +310,7 @@ def test_a_newer_version_than_any_that_was_tested_is_a_line(
     assert capsys.readouterr().out.count(line) == 1
 
 
-def test_readme_docs_metadata_and_the_pairs_that_are_tested_say_the_same_versions() -> None:
+def test_readme_docs_metadata_and_the_pairs_that_are_tested_say_the_same_versions():
     read = {
         name: (ROOT / name).read_text() for name in ("README.md", "pyproject.toml", "noxfile.py", "constraints.txt")
     }

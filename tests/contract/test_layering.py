@@ -110,13 +110,13 @@ def violations(modules: Mapping[str, Sequence[tuple[str, int]]]) -> list[str]:
     return found
 
 
-def test_imports_go_downwards_only() -> None:
+def test_imports_go_downwards_only():
     modules = package_imports()
     assert len(modules) > 20
     assert violations(modules) == []
 
 
-def test_no_modules_import_each_other_in_a_circle_not_even_for_types() -> None:
+def test_no_modules_import_each_other_in_a_circle_not_even_for_types():
     assert circle(package_sources()) == []
 
 
@@ -124,7 +124,7 @@ FOR_TYPES = "if TYPE_CHECKING:\n    from a.x import X"
 
 
 @pytest.mark.parametrize("back", ["import a.x", "from a.x import X", "from a import x", FOR_TYPES])
-def test_a_circle_of_modules_is_found(back: str) -> None:
+def test_a_circle_of_modules_is_found(back):
     modules = {"a": "", "a.x": "from a import y", "a.y": "import a.z\nimport json", "a.z": back}
     first, second, third, again = circle(modules)
     assert first == again
@@ -140,7 +140,7 @@ for module in json.loads(sys.argv[1]):
 """
 
 
-def test_what_a_run_is_can_be_imported_without_any_framework() -> None:
+def test_what_a_run_is_can_be_imported_without_any_framework():
     """Also by what it imports: a module of None is one that cannot be imported."""
     modules = [module for module in package_imports() if unit(module) == "training"]
     assert len(modules) > 10
@@ -185,7 +185,7 @@ def test_what_a_run_is_can_be_imported_without_any_framework() -> None:
         ),
     ],
 )
-def test_the_rule_can_fail_and_pass(module: str, source: str, complaint: str) -> None:
+def test_the_rule_can_fail_and_pass(module, source, complaint):
     found = violations({f"{PACKAGE}.{module}": imports(source)})
     assert bool(found) is bool(complaint)
     assert all(complaint in line for line in found)

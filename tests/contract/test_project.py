@@ -33,7 +33,7 @@ def wrong_steps(jobs: dict[str, Any], makefile: str = MAKEFILE) -> list[str]:
     ]
 
 
-def test_workflows_run_targets_of_make_and_nothing_else() -> None:
+def test_workflows_run_targets_of_make_and_nothing_else():
     workflows = [*(GITHUB / "workflows").iterdir()]
     jobs = {name: job for workflow in workflows for name, job in jobs_of(workflow).items()}
     assert wrong_steps(jobs) == []
@@ -45,11 +45,11 @@ def test_workflows_run_targets_of_make_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     "command", ["pytest", "make nothing", "make lint && true", "make lint\nmake docs", "make test OTHER=1"]
 )
-def test_a_step_that_runs_something_else_is_found(command: str) -> None:
+def test_a_step_that_runs_something_else_is_found(command):
     assert wrong_steps({"job": {"steps": [{"run": command}]}}) == [command]
 
 
-def test_the_matrix_has_each_session_and_each_tested_python() -> None:
+def test_the_matrix_has_each_session_and_each_tested_python():
     jobs = jobs_of(GITHUB / "workflows" / "ci.yml")
     noxfile = (ROOT / "noxfile.py").read_text()
     tests, hf = noxfile.split("def tests")
@@ -61,7 +61,7 @@ def test_the_matrix_has_each_session_and_each_tested_python() -> None:
     assert f"run on Python {tested[0]} to {tested[-1]};" in page
 
 
-def test_a_bug_report_has_the_output_of_the_doctor() -> None:
+def test_a_bug_report_has_the_output_of_the_doctor():
     forms = {path.stem: yaml.safe_load(path.read_text()) for path in (GITHUB / "ISSUE_TEMPLATE").iterdir()}
     first = forms["bug"]["body"][0]
     assert "det-callbacks doctor --json" in first["attributes"]["label"]
@@ -71,7 +71,7 @@ def test_a_bug_report_has_the_output_of_the_doctor() -> None:
         assert form["description"]
 
 
-def test_one_version_is_everywhere_and_the_changelog_begins_with_what_is_not_released() -> None:
+def test_one_version_is_everywhere_and_the_changelog_begins_with_what_is_not_released():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert (citation["version"], citation["license"]) == (PROJECT["version"], PROJECT["license"])
     assert (citation["title"], citation["abstract"]) == (PROJECT["name"], PROJECT["description"])

@@ -24,7 +24,7 @@ UPDATE = (
 )
 
 
-def test_what_is_public_is_what_is_written_down() -> None:
+def test_what_is_public_is_what_is_written_down():
     written, now = public.FILE.read_text().splitlines(), public.text().splitlines()
     gone, new = [one for one in written if one not in now], [one for one in now if one not in written]
     assert (gone, new) == ([], []), UPDATE
@@ -32,14 +32,14 @@ def test_what_is_public_is_what_is_written_down() -> None:
 
 
 @pytest.mark.parametrize("name", ["verdict", "findings", "doctor"])
-def test_the_schemas_that_are_shipped_are_those_of_the_data(name: str) -> None:
+def test_the_schemas_that_are_shipped_are_those_of_the_data(name):
     shipped = json.loads((schemas.FOLDER / f"{name}.json").read_text())
     Draft202012Validator.check_schema(shipped)
     assert shipped == schemas.made()[name], UPDATE
     assert {path.stem for path in schemas.FOLDER.iterdir()} == {*schemas.made()}
 
 
-def test_a_verdict_that_is_not_of_its_schema_fails_every_test() -> None:
+def test_a_verdict_that_is_not_of_its_schema_fails_every_test():
     for verdict in (MATCH, DIVERGED, NOT_COMPARABLE):
         verdict.to_dict()
     with pytest.raises(AssertionError, match=r"\$\.explanation: 3 is not of type 'string'"):
@@ -72,7 +72,7 @@ def holds(now: Any, earlier: Any) -> bool:
     return bool(now == earlier)
 
 
-def test_a_run_of_each_format_is_kept() -> None:
+def test_a_run_of_each_format_is_kept():
     folder = FROZEN / f"format-{FORMAT_VERSION}"
     assert folder.is_dir(), AGAIN
     content = json.loads((folder / "reference" / "run.json").read_text())
@@ -80,7 +80,7 @@ def test_a_run_of_each_format_is_kept() -> None:
     assert sum(path.stat().st_size for path in FROZEN.rglob("*") if path.is_file()) < 100 * 1024
 
 
-def test_every_later_version_shows_and_compares_the_frozen_runs(frozen: Path, capsys: pytest.CaptureFixture) -> None:
+def test_every_later_version_shows_and_compares_the_frozen_runs(frozen, capsys):
     reference, current = str(frozen / "reference"), str(frozen / "current")
     assert main(["show", reference]) == 0
     assert "2 steps" in capsys.readouterr().out
@@ -101,7 +101,7 @@ def test_every_later_version_shows_and_compares_the_frozen_runs(frozen: Path, ca
     assert main(["export", reference, "--to", "exported"]) == 0
 
 
-def test_every_later_version_verifies_against_the_frozen_run(frozen: Path) -> None:
+def test_every_later_version_verifies_against_the_frozen_run(frozen):
     """Its numbers are exact, so another machine has the same bits; another version of torch may call other ops."""
     shutil.rmtree(frozen / "current")
     verdict = runpy.run_path(str(FROZEN / "training.py"))["train"](frozen, mode="verify")

@@ -37,7 +37,7 @@ print([name for name in packages if name in sys.modules])
 """
 
 
-def test_the_reading_half_loads_nothing_heavy(tmp_path: Path) -> None:
+def test_the_reading_half_loads_nothing_heavy(tmp_path):
     runs = [str(record(tmp_path / name, range(8))) for name in ("reference", "current")]
     paths = [path.relative_to(ROOT).with_suffix("").parts for path in (ROOT / "det_callbacks").rglob("*.py")]
     rooms = READING_HALF.split()
@@ -51,7 +51,7 @@ def test_the_reading_half_loads_nothing_heavy(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "['sqlite3']\n"), f"what is loaded is found: {done.stderr}"
 
 
-def test_public_names_are_loaded_on_first_use_and_seen_by_type_checkers() -> None:
+def test_public_names_are_loaded_on_first_use_and_seen_by_type_checkers():
     assert sorted(det_callbacks.__all__) == sorted(set(det_callbacks.__all__))
     assert callable(PUBLIC["observe"]), "a package of that name would hide the function"
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

@@ -64,7 +64,7 @@ def xxh3(content: bytes) -> int:
     return xxhash.xxh3_64_intdigest(content + bytes(-len(content) % 1024))
 
 
-def test_the_names_in_the_folder_and_no_pickle(run: Path) -> None:
+def test_the_names_in_the_folder_and_no_pickle(run):
     beginnings = {path.relative_to(run).as_posix(): path.read_bytes()[:4] for path in run.rglob("*") if path.is_file()}
     assert beginnings == {
         f"layouts/{LAYOUT}.parquet": b"PAR1",
@@ -75,7 +75,7 @@ def test_the_names_in_the_folder_and_no_pickle(run: Path) -> None:
     }
 
 
-def test_run_json(run: Path) -> None:
+def test_run_json(run):
     content = json.loads((run / "run.json").read_text())
     digest = content.pop("digest")
     assert set(content) == set(RUN_JSON.split())
@@ -85,7 +85,7 @@ def test_run_json(run: Path) -> None:
     assert digest == f"{xxh3(json.dumps(content, sort_keys=True).encode()):016x}"
 
 
-def test_the_streams_and_their_chains(run: Path) -> None:
+def test_the_streams_and_their_chains(run):
     run_id = json.loads((run / "run.json").read_text())["run_id"]
     versions = {b"format_version": b"1", b"digest_version": b"1"}
     for segment, (name, num_steps) in enumerate(zip(STREAMS, (6, 2), strict=True)):
@@ -108,7 +108,7 @@ def xxh3_of_json(content: object) -> int:
     return xxh3(json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode())
 
 
-def test_the_sites_and_their_ids(run: Path) -> None:
+def test_the_sites_and_their_ids(run):
     table = pq.read_table(run / "sites" / f"{SITES}.parquet")
     assert columns(table.schema) == SITE_COLUMNS
     assert table.schema.metadata == {b"format_version": b"1"}
@@ -124,7 +124,7 @@ def test_the_sites_and_their_ids(run: Path) -> None:
     assert f"{xxh3(struct.pack('<2Q', *ids)):016x}" == SITES
 
 
-def test_a_program_and_its_name(run: Path) -> None:
+def test_a_program_and_its_name(run):
     sites = {row["site"]: row for row in pq.read_table(run / "sites" / f"{SITES}.parquet").to_pylist()}
     table = pq.read_table(run / "programs" / f"{PROGRAM}.parquet")
     assert columns(table.schema) == PROGRAM_COLUMNS
@@ -143,7 +143,7 @@ def test_a_program_and_its_name(run: Path) -> None:
     assert f"{xxh3(content):016x}" == f"{small_program().id:016x}" == PROGRAM
 
 
-def test_a_layout_and_its_name(run: Path) -> None:
+def test_a_layout_and_its_name(run):
     table = pq.read_table(run / "layouts" / f"{LAYOUT}.parquet")
     assert columns(table.schema) == LAYOUT_COLUMNS
     assert table.schema.metadata == {b"format_version": b"1"}

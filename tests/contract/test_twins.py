@@ -36,7 +36,7 @@ def outside_either(node: ast.AST) -> Iterator[str]:
         yield from outside_either(child)
 
 
-def test_no_class_of_lightning_is_looked_for_alone() -> None:
+def test_no_class_of_lightning_is_looked_for_alone():
     found = {path: lines for path, text in sources("det_callbacks").items() if (lines := one_sided(text))}
     assert found == {}
 
@@ -52,5 +52,5 @@ def test_no_class_of_lightning_is_looked_for_alone() -> None:
         ("from det_callbacks.runs import Timer\nisinstance(x, Timer)", []),
     ],
 )
-def test_the_rule_can_fail_and_pass(source: str, lines: list[int]) -> None:
+def test_the_rule_can_fail_and_pass(source, lines):
     assert one_sided(source) == lines

@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -37,7 +36,7 @@ accelerator.end_training()
 
 @pytest.mark.ddp
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="accelerate launch starts several processes on a CPU by mpirun")
-def test_two_processes_of_accelerate_launch_are_two_ranks(tmp_path: Path) -> None:
+def test_two_processes_of_accelerate_launch_are_two_ranks(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "hosts").write_text("localhost slots=2\n")
     launcher = ["accelerate", "launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]

@@ -67,9 +67,7 @@ class Agent:
         return [shlex.split(command)[2:-3] for command in commands(text) if command.startswith("record")]
 
 
-def test_an_agent_that_follows_the_page_ends_at_the_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_agent_that_follows_the_page_ends_at_the_line(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(checks, "run_process", fork)
     script = Path(shutil.copy(APP, "train.py"))
@@ -108,9 +106,7 @@ def test_an_agent_that_follows_the_page_ends_at_the_line(
     assert agent.follow("Prove the fix")[1] == [0]
 
 
-def test_what_could_not_be_done_has_no_json_and_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_could_not_be_done_has_no_json_and_says_why(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(checks, "run_process", fork)
     agent = Agent(capfd)
@@ -124,7 +120,7 @@ def test_what_could_not_be_done_has_no_json_and_says_why(
     assert [line for line in ended.text.splitlines() if line.startswith("The script")]
 
 
-def test_the_short_form_has_the_same_commands_and_fields() -> None:
+def test_the_short_form_has_the_same_commands_and_fields():
     page, skill = PAGE.read_text(), SKILL.read_text()
     assert set(commands(skill)) <= set(commands(page))
     assert {"diff", "record", "check"} == {command.split()[0] for command in commands(skill)}
@@ -135,7 +131,7 @@ def test_the_short_form_has_the_same_commands_and_fields() -> None:
     assert all(f"`{name}`" in page or f"`{name.partition('[')[0]}" in page for name in named)
 
 
-def test_the_skill_file_has_the_form_that_agents_load() -> None:
+def test_the_skill_file_has_the_form_that_agents_load():
     head = yaml.safe_load(SKILL.read_text().split("---\n")[1])
     assert head["name"] == SKILL.parent.name
     assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", head["name"])
@@ -145,6 +141,6 @@ def test_the_skill_file_has_the_form_that_agents_load() -> None:
     assert len(SKILL.read_text().splitlines()) < 500
 
 
-def test_the_table_of_causes_has_each_cause() -> None:
+def test_the_table_of_causes_has_each_cause():
     causes = [cause for cells in rows(sections(PAGE.read_text())[CAUSES]) for cause in re.findall(r"`(\w+)`", cells[0])]
     assert sorted(causes) == sorted(get_args(Cause))

@@ -48,12 +48,12 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_examples_of_a_name_run(
-    name: str,
-    setup: tuple[Path, dict[str, Any]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    environment_again: None,
-) -> None:
+    name,
+    setup,
+    tmp_path,
+    monkeypatch,
+    environment_again,
+):
     folder, names = setup
     tests = examples_of(name)
     assert tests, f"{name} has no example"
@@ -68,7 +68,7 @@ def test_the_examples_of_a_name_run(
     assert not said, "".join(said)
 
 
-def test_an_example_can_fail() -> None:
+def test_an_example_can_fail():
     test = doctest.DocTestParser().get_doctest(">>> 1 + 1\n3\n", {}, "wrong", None, 0)
     said: list[str] = []
     assert doctest.DocTestRunner(optionflags=OPTIONS).run(test, out=said.append).failed == 1
@@ -91,12 +91,12 @@ def undescribed(value: Any) -> set[str]:
     return wanted - set(re.findall(r"(?m)^ +\*{0,2}(\w+): ", text)) - set(re.findall(r"``(\w+)``", text))
 
 
-def test_the_docstrings_describe_each_argument_and_field() -> None:
+def test_the_docstrings_describe_each_argument_and_field():
     found = {name: missing for name in det_callbacks.__all__ if (missing := undescribed(getattr(det_callbacks, name)))}
     assert found == {}
 
 
-def test_an_argument_without_a_description_is_found() -> None:
+def test_an_argument_without_a_description_is_found():
     def one(first: int, second: int) -> None:
         """Do it.
 

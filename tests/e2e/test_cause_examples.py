@@ -124,17 +124,17 @@ EXAMPLES: Mapping[str, Callable[[Path], Verdict]] = {
 }
 
 
-def test_every_rule_has_an_example() -> None:
+def test_every_rule_has_an_example():
     assert [*EXAMPLES] == [*map(name_of, RULES)]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=name_of)
-def test_the_example_of_a_rule_is_what_a_verdict_says(rule: Any, tmp_path: Path) -> None:
+def test_the_example_of_a_rule_is_what_a_verdict_says(rule, tmp_path):
     verdict = EXAMPLES[name_of(rule)](tmp_path)
     assert "\n".join(textwrap.wrap(verdict.explanation, 92, break_on_hyphens=False)) == example(rule)
     assert verdict.cause in rule.CAUSES
     require_fields_of_its_cause(verdict)
 
 
-def test_the_page_of_the_causes_is_made_of_their_files() -> None:
+def test_the_page_of_the_causes_is_made_of_their_files():
     assert is_current("causes"), "run make causes"

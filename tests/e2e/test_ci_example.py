@@ -33,7 +33,7 @@ def commands(program: str) -> list[list[str]]:
     return [shlex.split(line) for line in lines if line.startswith(program)]
 
 
-def test_it_is_a_workflow_whose_steps_name_each_other() -> None:
+def test_it_is_a_workflow_whose_steps_name_each_other():
     assert WORKFLOW[True]  # the key "on", as YAML reads it
     for job in WORKFLOW["jobs"].values():
         known = {step["id"] for step in job["steps"] if "id" in step}
@@ -48,7 +48,7 @@ def test_it_is_a_workflow_whose_steps_name_each_other() -> None:
     assert all(re.fullmatch(r"actions/[\w/-]+@v\d+", action) for action in actions)
 
 
-def test_its_commands_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_commands_are_taken(monkeypatch):
     taken: list[Any] = []
     run = SimpleNamespace(
         record=lambda options: taken.append(options) or 0, verify=lambda options: taken.append(options) or 0
@@ -65,7 +65,7 @@ def test_its_commands_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {str(Path(path).parent) for path in uploaded} == {f"{verify.current}/run"}
 
 
-def test_the_options_of_pytest_are_taken(tmp_path: Path) -> None:
+def test_the_options_of_pytest_are_taken(tmp_path):
     (words,) = commands("pytest")
     done = subprocess.run(
         [sys.executable, "-m", *words, "--collect-only"], cwd=tmp_path, capture_output=True, text=True, check=False
@@ -76,7 +76,7 @@ def test_the_options_of_pytest_are_taken(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("git") is None, reason="no git")
 @pytest.mark.parametrize("changes", [False, True])
-def test_its_steps_find_a_change_and_leave_the_report(changes: bool, tmp_path: Path) -> None:
+def test_its_steps_find_a_change_and_leave_the_report(changes, tmp_path):
     repository = tmp_path / "repository"
     repository.mkdir()
     author = {f"GIT_{role}_{field}": "a@example.org" for role in ("AUTHOR", "COMMITTER") for field in ("NAME", "EMAIL")}

@@ -51,14 +51,14 @@ def served(site: Path) -> Iterator[str]:
         server.shutdown()
 
 
-def test_every_public_name_has_a_place_with_an_example_in_the_api_reference(site: Path) -> None:
+def test_every_public_name_has_a_place_with_an_example_in_the_api_reference(site):
     page = (site / "reference" / "api" / "index.html").read_text()
     places = re.split(r'(?=<h3 id="det_callbacks\.)', page)[1:]
     with_examples = {place.split('"')[1].rpartition(".")[2] for place in places if "&gt;&gt;&gt;" in place}
     assert set(det_callbacks.__all__) <= with_examples
 
 
-def test_the_search_knows_each_page(site: Path) -> None:
+def test_the_search_knows_each_page(site):
     index = json.loads((site / "search" / "search_index.json").read_text())
     found = {entry["location"].partition("#")[0] for entry in index["docs"]}
     pages = {path.parent.relative_to(site).as_posix() for path in site.rglob("index.html")}
@@ -66,7 +66,7 @@ def test_the_search_knows_each_page(site: Path) -> None:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
-def test_a_browser_finds_something_and_asks_for_nothing_elsewhere(site: Path) -> None:
+def test_a_browser_finds_something_and_asks_for_nothing_elsewhere(site):
     with served(site) as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
         page = browser.new_page(viewport={"width": 1400, "height": 900})
@@ -94,7 +94,7 @@ def test_a_browser_finds_something_and_asks_for_nothing_elsewhere(site: Path) ->
         ("::: det_callbacks.gone", "det_callbacks.gone"),
     ],
 )
-def test_a_wrong_link_is_an_error(written: str, complaint: str, tmp_path: Path) -> None:
+def test_a_wrong_link_is_an_error(written, complaint, tmp_path):
     pytest.importorskip("mkdocs", reason="no mkdocs: it is in the extra dev")
     for name in ("docs", "det_callbacks", "conf"):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -108,7 +108,7 @@ def test_a_wrong_link_is_an_error(written: str, complaint: str, tmp_path: Path) 
     assert complaint in done.stderr
 
 
-def test_the_picture_of_a_report_shows_what_the_same_run_says_today(tmp_path: Path) -> None:
+def test_the_picture_of_a_report_shows_what_the_same_run_says_today(tmp_path):
     picture = pictures.REPORT.read_bytes()
     assert pictures.text_of(picture) == pictures.shown(pictures.write_report(tmp_path))
     assert pictures.text_of(pictures.with_text(b"".join([pictures.SIGNATURE, picture[8:33]]), "one text")) == "one text"

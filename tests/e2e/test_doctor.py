@@ -123,9 +123,7 @@ def fail_with_paths(name: str) -> Any:
 
 
 @pytest.mark.parametrize("is_broken", [False, True])
-def test_a_bug_report_has_versions_and_devices_and_nothing_private(
-    is_broken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_bug_report_has_versions_and_devices_and_nothing_private(is_broken, tmp_path, monkeypatch, capsys):
     home = tmp_path / "users" / "jane.doe"
     home.mkdir(parents=True)
     monkeypatch.chdir(home)

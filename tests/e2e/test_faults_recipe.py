@@ -13,9 +13,7 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "faults"
 
 @pytest.mark.slow
 @pytest.mark.skipif(TORCH < (2, 14), reason="DebugMode's comparison of logs is that of torch 2.14")
-def test_a_run_of_each_change_finds_them_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_of_each_change_finds_them_all(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(RECIPE)
     for name in ("run", "faults", "trainings"):  # other recipes, and the tests, have modules of these names
         monkeypatch.setitem(sys.modules, name, None)

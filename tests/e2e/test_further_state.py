@@ -173,7 +173,7 @@ class Place:
             self.begins_at = state_dict["drawn"]
 
 
-def test_the_state_of_a_loader_lies_in_the_digests_of_a_checkpoint_and_shows_as_its_batch(tmp_path: Path) -> None:
+def test_the_state_of_a_loader_lies_in_the_digests_of_a_checkpoint_and_shows_as_its_batch(tmp_path):
     """It is not asked for between checkpoints: ``state_dict`` of a loader may start its workers."""
     fit("record", tmp_path, loader=Place(), level="state", resume="plain")
     resumed = fit("verify", tmp_path, loader=Place(), resumes=True, resume="plain")
@@ -187,7 +187,7 @@ def test_the_state_of_a_loader_lies_in_the_digests_of_a_checkpoint_and_shows_as_
     assert verdict.explanation.startswith(f"Step {SAVED}, the first after resuming: the batch differs (batch[0])")
 
 
-def test_a_callback_whose_state_changes_between_steps_is_named(tmp_path: Path) -> None:
+def test_a_callback_whose_state_changes_between_steps_is_named(tmp_path):
     fit("record", tmp_path, Ema(), level="state")
     verdict = verdict_of(tmp_path, Ema(draws_at=4))
     assert (verdict.cause, verdict.first_divergence.step) == ("external_write", 4)

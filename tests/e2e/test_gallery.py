@@ -1,7 +1,6 @@
 """Bugs that others had: with the bug the culprit is named, with the fix the verdict is a match without findings."""
 
 import re
-from pathlib import Path
 
 import pytest
 from bugs_page import GALLERY, PAGE, entries, page
@@ -14,7 +13,7 @@ NAMES = sorted(entries())
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_both_arms_say_what_the_readme_promises(name: str, tmp_path: Path) -> None:
+def test_both_arms_say_what_the_readme_promises(name, tmp_path):
     readme = GALLERY / name / "README.md"
     ended = [(command, status) for command, status in run_page(readme, tmp_path) if not command.startswith("echo")]
     last_command, last_status = ended[-1]
@@ -26,7 +25,7 @@ def test_both_arms_say_what_the_readme_promises(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_entry_is_short_and_its_readme_shows_both_arms(name: str) -> None:
+def test_an_entry_is_short_and_its_readme_shows_both_arms(name):
     readme = (GALLERY / name / "README.md").read_text()
     assert len((GALLERY / name / "train.py").read_text().splitlines()) <= 60
     assert re.search(r"\]\(https://github\.com/[\w./-]+/(issues|pull)/\d+\)", readme)
@@ -34,6 +33,6 @@ def test_an_entry_is_short_and_its_readme_shows_both_arms(name: str) -> None:
     assert re.search(r"^det_callbacks: match: verified ", readme, re.MULTILINE)
 
 
-def test_the_page_of_the_docs_is_made_from_them() -> None:
+def test_the_page_of_the_docs_is_made_from_them():
     assert PAGE.read_text() == page()
     assert {path.parent.name for path in GALLERY.glob("*/train.py")} == set(NAMES)

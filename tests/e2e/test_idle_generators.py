@@ -172,7 +172,7 @@ def loop_of_one_s_own(reference: Path, *, seed: int, draw: Any = nothing, **opti
         (from_numpy, "diverged", "numpy had a different state when the fit started; the fit had not drawn"),
     ],
 )
-def test_a_loop_of_one_s_own_has_idle_generators_too(draw: Any, word: str, says: str, tmp_path: Path) -> None:
+def test_a_loop_of_one_s_own_has_idle_generators_too(draw, word, says, tmp_path):
     loop_of_one_s_own(tmp_path / "run", mode="record", seed=1, draw=draw)
     verdict = loop_of_one_s_own(tmp_path / "run", seed=2, draw=draw, current=tmp_path / "current").verdict
     assert verdict is not None

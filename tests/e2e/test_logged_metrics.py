@@ -63,7 +63,7 @@ class Logged(Classifier):
         if self.also == "a draw":
             self.log("val/drawn", torch.rand(()))
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
+    def test_step(self, batch, batch_idx):
         self._look("test", batch)
 
     def on_train_epoch_end(self) -> None:

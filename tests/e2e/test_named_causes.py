@@ -414,7 +414,7 @@ SLOW = [("op", name) for name in SELDOM] + [("state", name) for name in (*EVERYD
         *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW),
     ],
 )
-def test_the_cause_of_a_planted_fault_is_named(level: str, name: str, record: Any, tmp_path: Path) -> None:
+def test_the_cause_of_a_planted_fault_is_named(level, name, record, tmp_path):
     cause, says, base, change = FAULTS[name]
     training = Training(level=level, **base)
     verdict = replace(training, **change).verify(record(training), current=tmp_path / "current")

@@ -68,7 +68,7 @@ class Model(Classifier):
     def forward(self, inputs: Tensor) -> Tensor:
         return self.last(self.decoder(inputs))
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
+    def test_step(self, batch, batch_idx):
         self.log("tested", self.training_step(batch, batch_idx))  # a test that logs nothing is refused
 
 

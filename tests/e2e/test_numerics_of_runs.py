@@ -47,9 +47,7 @@ def words(text: str) -> str:
     return " ".join(text.split())
 
 
-def test_a_change_is_named_where_it_starts_with_what_it_reads(
-    recorded: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_change_is_named_where_it_starts_with_what_it_reads(recorded, tmp_path, capsys):
     paths = [str(recorded()), str(recorded(GROSS))]
     capsys.readouterr()
     assert main(["diff", *paths, "--numerics", "--json"]) == 1
@@ -77,9 +75,7 @@ def test_a_change_is_named_where_it_starts_with_what_it_reads(
         assert "its inputs are equal" in words(text)
 
 
-def test_one_ulp_is_rounding_and_the_verdict_stays(
-    recorded: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_ulp_is_rounding_and_the_verdict_stays(recorded, capsys):
     paths = [str(recorded()), str(recorded(ONE_ULP))]
     assert main(["diff", *paths, "--numerics"]) == 1
     assert "Rounding only: the worst is " in words(capsys.readouterr().out)
@@ -90,7 +86,7 @@ def test_one_ulp_is_rounding_and_the_verdict_stays(
     assert max(site.growth for site in numerics.sites) < 10
 
 
-def test_equal_runs_have_no_difference(recorded: Callable[..., Path], tmp_path: Path) -> None:
+def test_equal_runs_have_no_difference(recorded, tmp_path):
     verdict = compare_runs(recorded(), Training().record(tmp_path / "run", **ALL), numerics=True)
     numerics = verdict.numerics
     assert (verdict.exit_code, numerics.conclusion, numerics.worst, numerics.num_differing) == (0, "none", None, 0)
@@ -98,9 +94,7 @@ def test_equal_runs_have_no_difference(recorded: Callable[..., Path], tmp_path: 
     assert compare_runs(recorded(), tmp_path / "run").to_dict().keys() == verdict.to_dict().keys() - {"numerics"}
 
 
-def test_a_sample_of_the_elements_finds_the_same_change_and_is_said(
-    recorded: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sample_of_the_elements_finds_the_same_change_and_is_said(recorded, capsys):
     reference, small = recorded(), recorded(GROSS, tensor_budget_mib=0.02)
     assert ", of them by a sample" not in capsys.readouterr().out
     assert main(["diff", str(reference), str(small), "--numerics"]) == 1
@@ -121,9 +115,7 @@ def test_a_sample_of_the_elements_finds_the_same_change_and_is_said(
     assert found.conclusion == "rounding"
 
 
-def test_recordings_without_tensors_say_how_to_keep_them(
-    recorded: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_recordings_without_tensors_say_how_to_keep_them(recorded, tmp_path, capsys):
     plain = Training().record(tmp_path / "plain")
     assert main(["diff", str(plain), str(recorded()), "--numerics"]) == 2
     error = capsys.readouterr().err
@@ -175,7 +167,7 @@ def numerics_of(reference: Path, current: Path, **options: Any) -> Any:
     return compare_runs(reference, current, numerics=True, **options).numerics
 
 
-def test_another_op_in_its_place_is_looked_through_and_named(tmp_path: Path, inputs: torch.Tensor) -> None:
+def test_another_op_in_its_place_is_looked_through_and_named(tmp_path, inputs):
     reference = loop(tmp_path / "relu", partial(layers, torch.relu), inputs)
     current = loop(tmp_path / "gelu", partial(layers, nn.functional.gelu), inputs)
     found = numerics_of(reference, current)
@@ -185,7 +177,7 @@ def test_another_op_in_its_place_is_looked_through_and_named(tmp_path: Path, inp
     assert found.not_compared["only the reference has it"] >= 1
 
 
-def test_bfloat16_against_float32_is_rounding(tmp_path: Path, inputs: torch.Tensor) -> None:
+def test_bfloat16_against_float32_is_rounding(tmp_path, inputs):
     def half(x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(x.bfloat16()).float()
 
@@ -201,16 +193,14 @@ def test_bfloat16_against_float32_is_rounding(tmp_path: Path, inputs: torch.Tens
     assert (changed.conclusion, changed.first_jump.op) == ("change", "aten.tanh.default")
 
 
-def test_other_shapes_are_counted_and_the_rest_is_compared(tmp_path: Path, inputs: torch.Tensor) -> None:
+def test_other_shapes_are_counted_and_the_rest_is_compared(tmp_path, inputs):
     reference = loop(tmp_path / "a", partial(layers, torch.tanh), inputs)
     found = numerics_of(reference, loop(tmp_path / "b", partial(layers, torch.tanh), inputs[:8]))
     assert found.not_compared["of another shape"] >= 3
     assert {site.shape for site in found.sites if site.kind != "equal"} >= {(8, 8), (4, 8)}  # of the weights
 
 
-def test_a_weight_that_differs_was_not_kept_so_nothing_says_that_it_is_rounding(
-    tmp_path: Path, inputs: torch.Tensor, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_weight_that_differs_was_not_kept_so_nothing_says_that_it_is_rounding(tmp_path, inputs, capsys):
     def changed() -> nn.Module:
         net = layers(torch.tanh)
         with torch.no_grad():
@@ -236,8 +226,8 @@ class Tokens(nn.Module):
 
 
 def test_the_last_bit_of_the_first_inputs_is_changed_and_of_tokens_that_of_their_embeddings(
-    tmp_path: Path, inputs: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, inputs, monkeypatch
+):
     inputs[0] = torch.tensor([0.0, -0.0, torch.inf, torch.nan, 1.0, 1.0, 1.0, 1.0])
     before = inputs.clone()
     tokens = torch.arange(10)
@@ -270,9 +260,7 @@ class Attention(nn.Module):
         return torch.log(weights.sum(-1).square() * (0 if self.zero else 1)) * 0
 
 
-def test_the_first_number_that_is_not_finite_is_named_with_its_line(
-    tmp_path: Path, inputs: torch.Tensor, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_number_that_is_not_finite_is_named_with_its_line(tmp_path, inputs, capsys):
     finite = loop(tmp_path / "finite", partial(Attention, zero=False), inputs)
     assert first_nonfinite(Run.open(finite)) is None  # of a mask
     zero = loop(tmp_path / "zero", partial(Attention, zero=True), inputs)
@@ -336,9 +324,7 @@ encoder.1.to_q, encoder.1.to_k, encoder.1.to_v -> blocks.1.qkv_proj   # concaten
 """
 
 
-def test_renamed_and_fused_modules_are_mapped_by_a_file(
-    tmp_path: Path, inputs: torch.Tensor, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_renamed_and_fused_modules_are_mapped_by_a_file(tmp_path, inputs, capsys):
     reference = loop(tmp_path / "reference", partial(Wrapped, "encoder", is_fused=False), inputs)
     port = loop(tmp_path / "port", partial(Wrapped, "blocks", is_fused=True), inputs)
     wrong = loop(tmp_path / "wrong", partial(Wrapped, "blocks", is_fused=True, wrong=True), inputs)
@@ -384,7 +370,7 @@ def test_renamed_and_fused_modules_are_mapped_by_a_file(
     assert "cannot be read" in capsys.readouterr().err
 
 
-def test_a_sum_whose_terms_cancel_is_no_jump(tmp_path: Path, inputs: torch.Tensor) -> None:
+def test_a_sum_whose_terms_cancel_is_no_jump(tmp_path, inputs):
     class Cancelling(nn.Module):
         def __init__(self, dtype: torch.dtype, offset: float) -> None:
             super().__init__()

@@ -30,7 +30,7 @@ def examined(table: ModuleType, *words: str) -> dict[str, Any]:
     return results
 
 
-def test_the_page_is_made_of_the_results_that_are_there(table: ModuleType) -> None:
+def test_the_page_is_made_of_the_results_that_are_there(table):
     assert table.PAGE.read_text() == table.page(table.stored())
     found = {"run": ["forward"], "threads": ["forward", "backward"]}
     devices = {
@@ -49,7 +49,7 @@ def test_the_page_is_made_of_the_results_that_are_there(table: ModuleType) -> No
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_sample_of_the_ops_says_what_the_page_says(table: ModuleType) -> None:
+def test_a_sample_of_the_ops_says_what_the_page_says(table):
     results = examined(table, "--sample", "60")
     assert sum(bool(one["samples"]) for one in results.values()) >= 50
     assert not any("run" in one["found"] for one in results.values()), "an op on one thread did not repeat itself"
@@ -60,7 +60,7 @@ def test_a_sample_of_the_ops_says_what_the_page_says(table: ModuleType) -> None:
 
 
 @pytest.mark.slow
-def test_each_condition_is_seen(table: ModuleType) -> None:
+def test_each_condition_is_seen(table):
     results = examined(table, "--only", "empty", "sum")
     assert results["empty"]["found"]["memory"] == ["forward"]
     assert results["sum"]["found"] == {"threads": ["forward"]}

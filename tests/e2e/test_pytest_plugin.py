@@ -345,7 +345,7 @@ TOLERANT = """
 """
 
 
-def test_with_a_tolerance_numbers_are_compared_and_the_failure_shows_the_jump(tmp_path: Path) -> None:
+def test_with_a_tolerance_numbers_are_compared_and_the_failure_shows_the_jump(tmp_path):
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_net.py").write_text(textwrap.dedent(TOLERANT))
     (tmp_path / "pytest.ini").write_text("[pytest]\ndeterminism_not_comparable = skip\n")

@@ -2,8 +2,6 @@
 
 from functools import partial
 from itertools import cycle
-from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -48,9 +46,7 @@ class Threaded(pl.LightningModule):
         (2, "state", None),
     ],
 )
-def test_threads_in_another_order_match_and_a_fault_in_one_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_branches: int, level: str, place: tuple[Any, ...] | None
-) -> None:
+def test_threads_in_another_order_match_and_a_fault_in_one_is_named(tmp_path, monkeypatch, num_branches, level, place):
     trainings = [Training(model=partial(Threaded, num_branches, first)) for first in range(3)]
     reference = trainings[0].record(tmp_path / "reference", level=level)
     for number, training in enumerate(trainings):

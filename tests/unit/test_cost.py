@@ -81,7 +81,7 @@ SLACK = 1.05  # of other versions of torch
 
 
 @pytest.mark.parametrize("network", CALLS)
-def test_a_step_that_is_like_the_one_before_takes_so_many_calls(recipe: ModuleType, network: str) -> None:
+def test_a_step_that_is_like_the_one_before_takes_so_many_calls(recipe, network):
     counted = []
     for level in ("state", "module", "op"):
         steps = Steps(recipe, network, level)
@@ -97,14 +97,14 @@ def test_a_step_that_is_like_the_one_before_takes_so_many_calls(recipe: ModuleTy
     [("layerdrop", "adamw", 24, 21.0, 0.05), ("blocks", "lbfgs", 6, 60.0, 0.45)],
 )
 def test_an_op_of_steps_that_vary_takes_hardly_more_calls(
-    recipe: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    network: str,
-    optimizer: str,
-    num_steps: int,
-    calls_of_op: float,
-    share_built: float,
-) -> None:
+    recipe,
+    monkeypatch,
+    network,
+    optimizer,
+    num_steps,
+    calls_of_op,
+    share_built,
+):
     built: list[str] = []
     settle = CallGraph._settle
     monkeypatch.setattr(

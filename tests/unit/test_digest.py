@@ -98,7 +98,7 @@ def test_outputs_are_read_in_memory_order_where_they_are_dense_and_else_in_row_m
         assert digest_output(view) == digest_tensor(view.contiguous())
 
 
-def test_what_lies_in_order_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_lies_in_order_is_not_copied(monkeypatch):
     monkeypatch.setattr(components, "_digest", lambda tensor, memory_order: pytest.fail("took the way of copies"))
     tensor = torch.randn(2, 3, 4, 5)
     for plain in (tensor, tensor[1], nn.Parameter(tensor), torch.tensor(1.0), torch.empty(0, 3)):
@@ -320,7 +320,7 @@ def test_every_contiguous_buffer_is_taken_and_nothing_else():
             digest_bytes(value)
 
 
-def test_many_spans_are_hashed_by_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_spans_are_hashed_by_two_threads(monkeypatch):
     seen: set[int] = set()
     both_started = threading.Barrier(2, timeout=60)
     leaf_hashes = host._leaf_hashes
@@ -339,7 +339,7 @@ def test_many_spans_are_hashed_by_two_threads(monkeypatch: pytest.MonkeyPatch) -
     assert (len(seen), threading.enumerate()) == (2, before), "they have ended"
 
 
-def test_where_no_thread_can_be_started_the_digest_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_thread_can_be_started_the_digest_is_the_same(monkeypatch):
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 

@@ -1,6 +1,5 @@
 """What the findings read of a run: bounded, whatever its length, and later attempts over earlier ones."""
 
-from pathlib import Path
 from typing import Any
 
 from stored_runs import append, create, record, resume
@@ -13,7 +12,7 @@ from det_callbacks.runs.store import Run
 from det_callbacks.runs.stream import StreamFile
 
 
-def test_of_a_long_run_the_first_and_the_last_steps_are_read(tmp_path: Path, monkeypatch: Any) -> None:
+def test_of_a_long_run_the_first_and_the_last_steps_are_read(tmp_path, monkeypatch):
     run = Run.open(record(tmp_path / "run", range(100), range(30)), check_steps=False)
     monkeypatch.setattr(facts, "MAX_STEPS", 40)
     read: list[Any] = []
@@ -25,7 +24,7 @@ def test_of_a_long_run_the_first_and_the_last_steps_are_read(tmp_path: Path, mon
     assert (first, second) == ([*range(10), *range(90, 100)], [*range(10), *range(20, 30)])
 
 
-def test_few_large_steps_are_read_and_few_programs(tmp_path: Path, monkeypatch: Any) -> None:
+def test_few_large_steps_are_read_and_few_programs(tmp_path, monkeypatch):
     writer = create(tmp_path / "run")
     for number in range(20):
         append(writer, range(5 * number, 5 * number + 5), num_sites=3 + number)
@@ -37,7 +36,7 @@ def test_few_large_steps_are_read_and_few_programs(tmp_path: Path, monkeypatch: 
     assert len(fit.records) == 2 * MIN_STEPS
 
 
-def test_the_evidence_of_the_first_steps_is_read(tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_evidence_of_the_first_steps_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(facts, "MAX_NOTED", 7)
     writer = create(tmp_path / "run")
     for step in range(20):
@@ -48,7 +47,7 @@ def test_the_evidence_of_the_first_steps_is_read(tmp_path: Path, monkeypatch: An
     assert fit.generator_states("after backward") == {}
 
 
-def test_a_later_attempt_counts_where_it_ran_steps_again(tmp_path: Path) -> None:
+def test_a_later_attempt_counts_where_it_ran_steps_again(tmp_path):
     append(create(tmp_path / "run"), range(8), complete=False)
     append(resume(tmp_path / "run"), range(5, 12), seed=1, complete=True)
     run = Run.open(tmp_path / "run")

@@ -88,7 +88,7 @@ def test_it_counts_what_a_loop_over_the_elements_counts(case, chunk):
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in ALL if dtype.itemsize <= 2], ids=str)
-def test_every_number_of_the_narrow_dtypes_is_read_as_torch_reads_it(dtype: torch.dtype) -> None:
+def test_every_number_of_the_narrow_dtypes_is_read_as_torch_reads_it(dtype):
     bits = torch.arange(1 << 8 * dtype.itemsize).to({1: torch.uint8, 2: torch.uint16}[dtype.itemsize])
     found = numbers._values(bits.numpy(), str(dtype).removeprefix("torch."))
     with np.errstate(invalid="ignore"):  # signalling NaNs
@@ -96,7 +96,7 @@ def test_every_number_of_the_narrow_dtypes_is_read_as_torch_reads_it(dtype: torc
     np.testing.assert_array_equal(found, bits.view(dtype).to(torch.float64).numpy())
 
 
-def test_indices_are_those_of_the_tensor_whatever_its_strides() -> None:
+def test_indices_are_those_of_the_tensor_whatever_its_strides():
     one = torch.arange(12.0).reshape(3, 4)
     other = one.clone()
     other[2, 1] = 90
@@ -125,12 +125,12 @@ BYTES = torch.tensor([1, 2], dtype=torch.uint8)
         (BYTES.view(torch.float4_e2m1fn_x2), (BYTES * 2).view(torch.float4_e2m1fn_x2), (2, None)),
     ],
 )
-def test_views_and_gradients_and_packed_elements(one: Tensor, other: Tensor, expected: tuple[int, int | None]) -> None:
+def test_views_and_gradients_and_packed_elements(one, other, expected):
     found = tensor_numbers(LABEL, one, other)
     assert (found.num_differing, found.max_ulps) == expected
 
 
-def test_what_float64_does_not_hold_is_neither_equal_nor_given(monkeypatch: Any) -> None:
+def test_what_float64_does_not_hold_is_neither_equal_nor_given(monkeypatch):
     monkeypatch.setattr(numbers, "CHUNK_ELEMENTS", 3)
     found = tensor_numbers(LABEL, torch.tensor([2**62]), torch.tensor([2**62 + 1]))
     assert (found.num_differing, found.max_ulps, found.max_absolute) == (1, 1, 1.0)
@@ -143,7 +143,7 @@ def test_what_float64_does_not_hold_is_neither_equal_nor_given(monkeypatch: Any)
         assert (found.max_absolute, found.max_relative) == (None, None)
 
 
-def test_what_has_no_elements_in_common_is_refused() -> None:
+def test_what_has_no_elements_in_common_is_refused():
     for one, other in (
         (torch.zeros(2), torch.zeros(3)),
         (torch.zeros(2), torch.zeros(2).double()),
@@ -198,7 +198,7 @@ def test_a_measure_is_what_a_loop_over_the_elements_finds(case, chunk):
     assert found.relative == pytest.approx(max(errors, default=0), rel=1e-9)
 
 
-def test_an_ulp_is_one_of_the_element_or_of_the_size_of_its_tensor() -> None:
+def test_an_ulp_is_one_of_the_element_or_of_the_size_of_its_tensor():
     one = torch.tensor([4.0, 1e-9, 3.0, -4.0])
     other = torch.tensor([4.0, -1e-9, 3.0, -4.0])
     found = measured(one, other)
@@ -210,7 +210,7 @@ def test_an_ulp_is_one_of_the_element_or_of_the_size_of_its_tensor() -> None:
     assert (sample.ulp, sample.num_elements) == (1, 1)
 
 
-def test_two_dtypes_are_compared_by_their_numbers_in_those_of_the_coarser() -> None:
+def test_two_dtypes_are_compared_by_their_numbers_in_those_of_the_coarser():
     one = torch.randn(1000)
     found = measured(one, one.bfloat16())
     assert found.ulp == 1
@@ -222,7 +222,7 @@ def test_two_dtypes_are_compared_by_their_numbers_in_those_of_the_coarser() -> N
 
 
 @pytest.mark.parametrize("dtype", [*ALL, torch.bool, torch.complex64, torch.complex32, torch.complex128], ids=str)
-def test_the_tolerances_are_those_of_torch_testing(dtype: torch.dtype) -> None:
+def test_the_tolerances_are_those_of_torch_testing(dtype):
     assert tuple(numbers.default_tolerance(str(dtype).removeprefix("torch."))) == default_tolerances(dtype)
     if dtype.is_floating_point:
         assert numbers.epsilon(str(dtype).removeprefix("torch.")) == torch.finfo(dtype).eps

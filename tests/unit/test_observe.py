@@ -137,7 +137,7 @@ def test_occurrences_phases_and_modules_of_values_and_of_each_backward_pass(tmp_
         ]
 
 
-def test_plain_values_are_replayed_exactly_in_what_is_returned(tmp_path: Path) -> None:
+def test_plain_values_are_replayed_exactly_in_what_is_returned(tmp_path):
     plain = [1j, complex("nan+1j"), 0.1, -0.0, float("inf"), float("nan"), 7, -(2**70), True, None, "tëxt"]
     point, pair = namedtuple("point", "x y"), dataclasses.make_dataclass("Pair", ["left", "right"])
     tree = {"time": point(1.5, 2), "plain": plain, "pair": pair(1, 2), "tensor": torch.ones(1)}

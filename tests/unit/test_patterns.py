@@ -19,7 +19,7 @@ def test_what_is_no_pattern_is_refused_with_the_form_or_the_phases(text):
 
 
 @pytest.mark.parametrize("module", ["", "net.0", "net.[0].what?*", "?", "net.a/b", "net.a:b", "it's [0]"])
-def test_the_pattern_of_one_place_means_no_other(module: str) -> None:
+def test_the_pattern_of_one_place_means_no_other(module):
     pattern = OpPattern.parse(OpPattern.exactly("backward", module, PUT))
     places = itertools.product(("backward", "forward"), (module, "x" + module), (PUT, "aten.put_.out"))
     assert [place for place in places if pattern.matches(*place)] == [("backward", module, PUT)]

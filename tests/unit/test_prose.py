@@ -33,7 +33,7 @@ def lint(path: Path) -> tuple[int, list[str]]:
     return done.returncode, [line.removeprefix(f"{path}:") for line in done.stdout.splitlines()]
 
 
-def test_a_page_is_read_without_its_code_and_proselint_is_asked(tmp_path: Path) -> None:
+def test_a_page_is_read_without_its_code_and_proselint_is_asked(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(PAGE)
     status, found = lint(page)
@@ -59,7 +59,7 @@ PATTERNS = {
 }
 
 
-def test_a_pattern_of_ours_is_found_and_plain_english_is_not(tmp_path: Path) -> None:
+def test_a_pattern_of_ours_is_found_and_plain_english_is_not(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("\n\n".join(PATTERNS))
     status, found = lint(page)
@@ -69,7 +69,7 @@ def test_a_pattern_of_ours_is_found_and_plain_english_is_not(tmp_path: Path) -> 
     assert lint(page) == (0, [])
 
 
-def test_docstrings_comments_and_messages_of_a_module_are_read(tmp_path: Path) -> None:
+def test_docstrings_comments_and_messages_of_a_module_are_read(tmp_path):
     module = tmp_path / "module.py"
     module.write_text(MODULE)
     status, found = lint(module)

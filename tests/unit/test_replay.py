@@ -103,9 +103,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     is_late=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_any_bits_come_back(
-    tmp_path_factory: Any, dtype: torch.dtype, shape: Any, layout: str, is_late: bool, seed: int
-) -> None:
+def test_any_bits_come_back(tmp_path_factory, dtype, shape, layout, is_late, seed):
     folder = tmp_path_factory.mktemp("replay")
     original, live, apart = (LAYOUTS[layout](of_bits(dtype, *shape, seed=seed + more)) for more in (0, 1, 2))
     wanted, differed = digest_tensor(original), digest_tensor(original) != digest_tensor(live)
@@ -154,9 +152,7 @@ FREED.untyped_storage().resize_(0)
     ],
 )
 @pytest.mark.parametrize("is_late", [False, True], ids=["host", "late"])
-def test_odd_layouts_are_refused_by_name_before_anything_is_written(
-    tmp_path: Path, is_late: bool, make: Callable[[], Tensor], says: str
-) -> None:
+def test_odd_layouts_are_refused_by_name_before_anything_is_written(tmp_path, is_late, make, says):
     save(tmp_path, torch.ones(2, 3))
     with late_device() if is_late else nullcontext():
         for replay in (saver(tmp_path), reader(tmp_path)):
@@ -164,7 +160,7 @@ def test_odd_layouts_are_refused_by_name_before_anything_is_written(
                 replay.exchange(KEY, make(), op="op", deferred=DeferredSites() if is_late else None)
 
 
-def test_a_shard_comes_back(tmp_path: Path) -> None:
+def test_a_shard_comes_back(tmp_path):
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -181,7 +177,7 @@ def test_a_shard_comes_back(tmp_path: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
-def test_autograd_goes_on_with_the_bits_put_back(tmp_path: Path) -> None:
+def test_autograd_goes_on_with_the_bits_put_back(tmp_path):
     weight = nn.Parameter(torch.ones(3))
     save(tmp_path, torch.tensor([2.0, 3.0, 4.0]), torch.full((3,), 5.0), torch.tensor([1.0, 2.0]).expand(3, 2))
     replaying = reader(tmp_path)
@@ -204,7 +200,7 @@ def test_autograd_goes_on_with_the_bits_put_back(tmp_path: Path) -> None:
     assert (new.tolist(), live.tolist()) == ([[1.0, 2.0]] * 3, [[0.0, 0.0]] * 3)
 
 
-def test_no_mode_sees_it(tmp_path: Path) -> None:
+def test_no_mode_sees_it(tmp_path):
     live, original, apart = torch.randn(4, 4).t(), torch.randn(4, 4), torch.zeros(4, 4)
     with HashMode() as mode:
         save(tmp_path, original)
@@ -213,7 +209,7 @@ def test_no_mode_sees_it(tmp_path: Path) -> None:
     assert [site.op for site in mode.trace.program.sites if site.op] == []
 
 
-def test_what_was_not_saved_or_does_not_fit_is_an_error(tmp_path: Path) -> None:
+def test_what_was_not_saved_or_does_not_fit_is_an_error(tmp_path):
     saving = saver(tmp_path)
     for key, value in (("one", torch.ones(3)), ("two", torch.ones(3)), ("three", 0.1)):
         saving.exchange(key, value, op="op", deferred=None)
@@ -239,7 +235,7 @@ def test_what_was_not_saved_or_does_not_fit_is_an_error(tmp_path: Path) -> None:
             SavedStep(next(tmp_path.rglob("*.safetensors")), replace(PLACE, **change)).read("one")
 
 
-def test_every_damaged_byte_and_another_version_are_found(tmp_path: Path, monkeypatch: Any) -> None:
+def test_every_damaged_byte_and_another_version_are_found(tmp_path, monkeypatch):
     path = save(tmp_path, torch.randn(8))
     content = path.read_bytes()
     damaged = [content[:at] + bytes([content[at] ^ 0x11]) + content[at + 1 :] for at in range(0, len(content), 3)]
@@ -257,7 +253,7 @@ def test_every_damaged_byte_and_another_version_are_found(tmp_path: Path, monkey
 
 
 @BETA_DTYPES
-def test_others_can_read_the_file(tmp_path: Path) -> None:
+def test_others_can_read_the_file(tmp_path):
     tensors = [of_bits(dtype, 3, 2, seed=1) for dtype in DTYPES]
     with safe_open(save(tmp_path, *tensors), framework="pt") as file:
         found = [file.get_tensor(str(index) if index else KEY) for index in range(len(tensors))]
@@ -270,7 +266,7 @@ def test_others_can_read_the_file(tmp_path: Path) -> None:
     assert header["entries"][KEY]["dtype"] == str(DTYPES[0]).removeprefix("torch.")
 
 
-def test_a_step_recorded_again_replaces_what_it_saved(tmp_path: Path) -> None:
+def test_a_step_recorded_again_replaces_what_it_saved(tmp_path):
     saving = saver(tmp_path)
     for value in (0.0, 1.0):
         saving.exchange("a", torch.tensor([value]), op="op", deferred=None)
@@ -311,7 +307,7 @@ def assert_kept(folder: Path, place: Divergence, output: Tensor, step: int = 0) 
     assert kept.bits.view("float32").tolist() == output.flatten().tolist()
 
 
-def test_an_argument_that_varies_does_not_shift_what_is_kept(tmp_path: Path) -> None:
+def test_an_argument_that_varies_does_not_shift_what_is_kept(tmp_path):
     """Its site stands before those of the outputs."""
     keeping = keeper(tmp_path / "run", "aten.add.Tensor")
     for step, alpha in enumerate((2.0, 3.0)):
@@ -320,7 +316,7 @@ def test_an_argument_that_varies_does_not_shift_what_is_kept(tmp_path: Path) -> 
         assert_kept(tmp_path / "run", ADD, torch.full((2,), 1 + alpha), step)
 
 
-def test_what_cannot_be_copied_or_written_is_left_out_and_said(tmp_path: Path, monkeypatch: Any) -> None:
+def test_what_cannot_be_copied_or_written_is_left_out_and_said(tmp_path, monkeypatch):
     keeping = keeper(tmp_path / "run", "aten._to_sparse.default", "aten.ones.default")
     trace(keeping, lambda: torch.ones(3, 3).to_sparse())
     assert (keeping.counts.num_tensors, keeping.counts.num_missing) == (1, 1)
@@ -332,7 +328,7 @@ def test_what_cannot_be_copied_or_written_is_left_out_and_said(tmp_path: Path, m
     assert (keeping.counts.num_tensors, keeping.counts.num_missing) == (1, 3)
 
 
-def test_replay_saves_whole_tensors_within_the_budget_of_a_step(tmp_path: Path) -> None:
+def test_replay_saves_whole_tensors_within_the_budget_of_a_step(tmp_path):
     replay = Replay(StepWriter(stream_path(tmp_path / "run", 0, 0, 0), REPLAY, run_id="run"), TensorBudget(0.002))
     replay.exchange("key", torch.ones(256), op="op", deferred=None)  # a half of the budget
     with pytest.raises(ReplayError, match=r"save 0\.00338 MiB with op, and tensor_budget_mib is 0\.002\."):
@@ -348,9 +344,7 @@ def kept_in(folder: Path, step: int = 0) -> dict[str, SavedTensor]:
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["host", "late"])
-def test_above_the_budget_the_same_even_sample_of_elements_is_kept_with_statistics_of_all(
-    tmp_path: Path, is_late: bool
-) -> None:
+def test_above_the_budget_the_same_even_sample_of_elements_is_kept_with_statistics_of_all(tmp_path, is_late):
     values = torch.randn(3, 1000)
     values[1, 7] = torch.nan
 
@@ -392,7 +386,7 @@ def test_above_the_budget_the_same_even_sample_of_elements_is_kept_with_statisti
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it compiles
 @pytest.mark.usefixtures("compiles_anew")
-def test_an_op_inside_a_compiled_region_is_kept_too(tmp_path: Path) -> None:
+def test_an_op_inside_a_compiled_region_is_kept_too(tmp_path):
     compiled = torch.compile(lambda values: twice(values) + 1, backend=opaque_backend())
     with HashMode():
         compiled(torch.ones(2, 4))  # compiled before what is kept
@@ -400,7 +394,7 @@ def test_an_op_inside_a_compiled_region_is_kept_too(tmp_path: Path) -> None:
     assert_kept(tmp_path / "run", replace(ADD, op="det_tests.twice.default"), torch.full((2, 4), 2.0))
 
 
-def test_patterns_that_nobody_could_have_asked_for_are_damage(tmp_path: Path) -> None:
+def test_patterns_that_nobody_could_have_asked_for_are_damage(tmp_path):
     manifest = SimpleNamespace(keep_tensors=["forward/aten.add.Tensor:a:b"])
     run: Any = SimpleNamespace(path=tmp_path, manifest=manifest)
     with pytest.raises(ReferenceFormatError, match=r"run\.json is damaged: keep_tensors"):
