@@ -3,6 +3,7 @@
 import io
 import logging
 import os
+import random
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -10,8 +11,12 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import IO, NoReturn
 
-from rich.console import Console
-from rich.text import Text
+# rich draws a random number when it is imported, which may be inside a training that draws from the same generator
+_state_before_rich = random.getstate()
+from rich.console import Console  # noqa: E402
+from rich.text import Text  # noqa: E402
+
+random.setstate(_state_before_rich)
 
 STYLES = {"match": "bold green", "diverged": "bold red", "not_comparable": "bold yellow"}
 MAX_WIDTH = 119  # without a terminal

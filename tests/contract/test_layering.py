@@ -189,3 +189,29 @@ def test_the_rule_can_fail_and_pass(module, source, complaint):
     found = violations({f"{PACKAGE}.{module}": imports(source)})
     assert bool(found) is bool(complaint)
     assert all(complaint in line for line in found)
+
+
+# Names the modules whose import draws from a generator of the host, which a training may share.
+DRAWING = """
+import importlib, json, random, sys
+import numpy as np
+
+def states():
+    return random.getstate(), str(np.random.get_state())
+
+drawing = []
+for module in json.loads(sys.argv[1]):
+    before = states()
+    importlib.import_module(module)
+    drawing += [module] * (states() != before)
+print(drawing)
+"""
+
+
+def test_no_import_draws_from_a_generator():
+    needs_transformers = ("det_callbacks.huggingface", "det_callbacks.integrations.huggingface")
+    modules = [name for name in package_sources() if name not in needs_transformers and "startup" not in name]
+    assert "det_callbacks.report.console" in modules
+    command = [sys.executable, "-c", DRAWING, json.dumps(modules)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr
