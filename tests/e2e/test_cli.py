@@ -89,7 +89,7 @@ def test_whoever_reads_may_leave_and_a_pipe_gets_plain_text(runs):
         ("reference other", 1, "the initial state differs (first.weight: 1 of 9 tensors)"),
         ("short long", 1, "Steps 4 to 23 (20 of them) are only in the current run; the 4 common steps match."),
         ("short long --steps common", 0, "Only the steps that both runs have were compared."),
-        ("reference elsewhere", 3, "torch.num_threads ("),
+        ("reference elsewhere", 3, "torch.num_threads"),
     ],
 )
 def test_diff_prints_the_verdict(words, status, text, command):
