@@ -87,6 +87,11 @@ class Script:
         try:
             verdict = Verdict.from_dict(json.loads((current / VERDICT_FILE).read_text(encoding="utf-8")))
         except FileNotFoundError:
+            if _manifest(current):
+                nothing = (
+                    "The script succeeded, but its verification is incomplete: the process did not end as it should, "
+                    "so there is no verdict"
+                )
             return replace(done, reason=reason or nothing)
         except ValueError as error:  # not JSON, or not a verdict
             return replace(done, reason=f"{current / VERDICT_FILE} cannot be read: {error}")

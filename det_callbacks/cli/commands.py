@@ -56,8 +56,10 @@ def diff(options: argparse.Namespace) -> int:
 def findings(options: argparse.Namespace) -> int:
     run = Run.open(options.run_folder, check_steps=False)
     found = find_findings(run)
-    nothing = Section(lines=[f"{run.path}: no findings"])
-    report = findings_report(found) or [nothing]
+    lines = [f"{run.path}: no findings"]
+    if run.incomplete_reason:
+        lines.append(f"The run is incomplete, and may lack evidence of its last steps: {run.incomplete_reason}")
+    report = findings_report(found) or [Section(lines=lines)]
     return print_found(options, lambda: findings_to_dict(run.path, found), lambda: report, status=int(bool(found)))
 
 

@@ -12,6 +12,7 @@ from det_callbacks.digest.host import digest_bytes, format_digest
 from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.runs.disk import AppendedFile
 from det_callbacks.runs.files import FORMAT_VERSION, damaged
+from det_callbacks.runs.stream import has_regular_end
 
 EVIDENCE_SCHEMA = pa.schema(
     {"step": pa.int64(), **dict.fromkeys(("point", "name"), pa.string()), "value": pa.uint64(), "text": pa.string()}
@@ -147,6 +148,8 @@ def read_evidence(path: Path, *, run_id: str, keep: Filter | None = None) -> Ite
         try:
             stream = pa.ipc.open_stream(file)
         except (pa.ArrowException, OSError, ValueError) as error:
+            if _was_killed_in_header(path, run_id):
+                return
             raise damaged(path, f"it does not begin like evidence ({error})") from error
         if not stream.schema.equals(_schema_of(run_id), check_metadata=True):
             raise damaged(path, f"it is from a different run, version or kind ({stream.schema.metadata})")
@@ -165,6 +168,14 @@ def read_evidence(path: Path, *, run_id: str, keep: Filter | None = None) -> Ite
                 raise damaged(path, "a record batch does not match its digest")
             kept = batch if keep is None else batch.filter(pa.array(keep(batch)))
             yield from map(Row, *(column.to_pylist() for column in kept.columns))
+
+
+def _was_killed_in_header(path: Path, run_id: str) -> bool:
+    """Return whether a kill came before the first rows: Arrow writes the header only with them."""
+    header = _schema_of(run_id).serialize().to_pybytes()
+    steps = path.with_name(path.name.replace(".evidence.", "."))
+    # evidence is closed before its steps
+    return header.startswith(path.read_bytes()) and not has_regular_end(steps)
 
 
 def _schema_of(run_id: str) -> pa.Schema:

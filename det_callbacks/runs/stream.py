@@ -73,6 +73,13 @@ def _head_of_step(num_digests: int) -> bytes:
     return b"".join((_START, body_bytes, _TABLES, words))
 
 
+def has_regular_end(path: Path) -> bool:
+    """Return whether a file of steps ends with the marker of a fit that ended as it should."""
+    with path.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - len(END_OF_STREAM)))
+        return file.read() == END_OF_STREAM
+
+
 def make_fit(rows: Sequence[tuple[int, ...]] = ()) -> Fit:
     """Return a fit of some steps."""
     return np.array(list(rows), dtype=_ROW).view(np.recarray)

@@ -110,6 +110,7 @@ def compare_runs(
         raise ValueError("tolerance and names belong to numerics=True.")
     reference_run = Run.open(reference, check_steps=False)
     current_run = Run.open(current, check_steps=False)
+    # of rank 0 in both: a run keeps no other rank's, and seeds and arguments may differ among ranks
     environment = compare_environments(reference_run.manifest.environment, current_run.manifest.environment)
     world_size = current_run.manifest.world_size
     if reference_run.manifest.world_size != world_size:
@@ -137,12 +138,10 @@ def compare_runs(
         else:
             notes.append(CHAINS_NOTE)
     walk = RankWalk(reference=reference_run, current=current_run, is_common=steps == "common", records=records)
-    differing = {entry.name: entry for record in records.values() for entry in record.environment}
-    differing |= {entry.name: entry for entry in environment}
     judge = _Judge(
         walk=walk,
         ranks=[walk.compare(rank) for rank in reference_run.ranks],
-        environment=tuple(differing[name] for name in sorted(differing)),
+        environment=environment,
         notes=notes,
     )
     verdict = judge.verdict()

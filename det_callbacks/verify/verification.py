@@ -28,7 +28,6 @@ from det_callbacks.compare.record import (
 from det_callbacks.compare.step import StepCounter, compare_steps
 from det_callbacks.errors import NotComparableError, RankError, SelectionError
 from det_callbacks.runs.disk import replace_atomically, writing
-from det_callbacks.runs.environment import compare_environments
 from det_callbacks.runs.evidence import BATCH, UNSEEN_WRITE, NondeterministicOp, Row
 from det_callbacks.runs.manifest import Manifest
 from det_callbacks.runs.metrics import Reading, Readings, read_metrics
@@ -103,7 +102,6 @@ class Verification:
         self._steps, self._peers = steps, peers
         self._ranks = reference.rank(peers.rank)
         self._writer = RunWriter.create(current, manifest=manifest, peers=peers, purpose="verify")
-        self._environment = compare_environments(reference.manifest.environment, self._writer.manifest.environment)
         self.metrics = MetricComparison(is_common=steps == "common")
         self.metrics.begin(0, self._readings(0))
         self._fits: list[FitRecord] = []
@@ -157,7 +155,6 @@ class Verification:
     def reopen(self, manifest: Mapping[str, Any]) -> None:
         """Prepare for the first fit after a test, in the environment of the fit."""
         self._writer.reopen(manifest)
-        self._environment = compare_environments(self.reference.manifest.environment, self._writer.manifest.environment)
 
     def begin_fit(self, segment: int, *, is_resumed: bool = False, is_every_step: bool = True) -> None:
         """Start a fit; a verdict on earlier fits is outdated."""
@@ -356,7 +353,6 @@ class Verification:
             steps=self._steps,
             fits=tuple(self._fits),
             tally=self.tally,
-            environment=self._environment,
             stopped=stop,
         )
         write_record(self.current, record)

@@ -48,6 +48,10 @@ class Processes:
             writer = stored_runs.RunWriter.create(path, manifest=MANIFEST)
             stored_runs.append(writer, range(4))
             writer.close(complete=end.run == "complete")
+        if given["mode"] == "verify" and end.run == "incomplete":
+            writer = stored_runs.RunWriter.create(Path(given["current"]), manifest=MANIFEST, purpose="verify")
+            writer.close(complete=False)
+            writer.release()
         if end.verdict is not None:
             current = Path(given["current"])
             current.mkdir()
@@ -87,6 +91,7 @@ def check(tmp_path: Path, monkeypatch: Any, capsys: Any) -> Check:
         ([End(run="none")], "nothing was recorded", 2),
         ([End(run="incomplete")], "its recording is incomplete", 2),
         ([End(), End()], "nothing was verified", 2),
+        ([End(), End(run="incomplete")], "its verification is incomplete: the process did not end as it should", 2),
         ([End(), End(status=2)], "The script exited with status", 2),
         ([End(), End(status=1, verdict=MATCH)], "The script exited with status", 2),
         ([End(), End(verdict="{")], "cannot be read", 2),

@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from stored_runs import digests_of
+from stored_runs import append, create, digests_of
 
+from det_callbacks.cli import main
 from det_callbacks.errors import ReferenceFormatError
-from det_callbacks.runs.evidence import ROWS_PER_BATCH, EvidenceWriter, Row, read_evidence
+from det_callbacks.runs.evidence import ROWS_PER_BATCH, EvidenceWriter, Row, evidence_path, read_evidence
 from det_callbacks.runs.program import chain_digest
 from det_callbacks.runs.stream import END_OF_STREAM, STREAM_SCHEMA, StreamFile, encode_header, encode_step
 
@@ -173,3 +174,15 @@ def test_what_was_written_is_read_in_order_and_a_kill_loses_the_last_steps_only(
     path.write_bytes(b"nothing of ours")
     with pytest.raises(ReferenceFormatError, match="does not begin"):
         read()
+
+
+@pytest.mark.parametrize("size", [0, 1, 100])
+def test_evidence_that_a_kill_cut_in_its_header_is_none_and_in_a_whole_run_damage(tmp_path, capsys, size):
+    for is_whole in (False, True):
+        writer = create(tmp_path / f"whole {is_whole}")
+        writer.put_evidence([Row(0, "start", "torch.cpu", 7)])
+        append(writer, range(3), complete=is_whole)
+        path = evidence_path(writer.stream)
+        path.write_bytes(path.read_bytes()[:size])
+        status, told = main(["findings", str(writer.path)]), "".join(capsys.readouterr())
+        assert (status, "is damaged" in told, "may lack evidence" in told) == (2 * is_whole, is_whole, not is_whole)
