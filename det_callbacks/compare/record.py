@@ -14,6 +14,7 @@ from det_callbacks.runs.files import READ_ERRORS, damaged, rank_folder
 from det_callbacks.runs.json_files import seal, unseal
 from det_callbacks.runs.program import Program
 from det_callbacks.runs.store import Run
+from det_callbacks.verdict import EnvironmentDifference
 
 RECORD_FILE = "record.json"
 VERDICT_FILE = "verdict.json"
@@ -108,6 +109,7 @@ class RankRecord:
     steps: Literal["all", "common"]
     fits: tuple[FitRecord, ...]
     tally: Tally
+    machine: tuple[EnvironmentDifference, ...] = ()  # how this rank's machine differs from the reference's first rank
     stopped: Stop | None = None
 
     def fit(self, segment: int) -> FitRecord | None:

@@ -110,7 +110,6 @@ def compare_runs(
         raise ValueError("tolerance and names belong to numerics=True.")
     reference_run = Run.open(reference, check_steps=False)
     current_run = Run.open(current, check_steps=False)
-    # of rank 0 in both: a run keeps no other rank's, and seeds and arguments may differ among ranks
     environment = compare_environments(reference_run.manifest.environment, current_run.manifest.environment)
     world_size = current_run.manifest.world_size
     if reference_run.manifest.world_size != world_size:
@@ -138,10 +137,13 @@ def compare_runs(
         else:
             notes.append(CHAINS_NOTE)
     walk = RankWalk(reference=reference_run, current=current_run, is_common=steps == "common", records=records)
+    # settings are those of rank 0 in both runs, because seeds and arguments may differ among ranks
+    differing = {entry.name: entry for record in records.values() for entry in record.machine}
+    differing |= {entry.name: entry for entry in environment}
     judge = _Judge(
         walk=walk,
         ranks=[walk.compare(rank) for rank in reference_run.ranks],
-        environment=environment,
+        environment=tuple(differing[name] for name in sorted(differing)),
         notes=notes,
     )
     verdict = judge.verdict()

@@ -28,6 +28,7 @@ from det_callbacks.compare.record import (
 from det_callbacks.compare.step import StepCounter, compare_steps
 from det_callbacks.errors import NotComparableError, RankError, SelectionError
 from det_callbacks.runs.disk import replace_atomically, writing
+from det_callbacks.runs.environment import compare_environments
 from det_callbacks.runs.evidence import BATCH, UNSEEN_WRITE, NondeterministicOp, Row
 from det_callbacks.runs.manifest import Manifest
 from det_callbacks.runs.metrics import Reading, Readings, read_metrics
@@ -36,7 +37,7 @@ from det_callbacks.runs.program import AFTER_STEP, IDLE, StepView, parameter_in
 from det_callbacks.runs.steps import Expectation, StepTrace
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.writer import RunWriter
-from det_callbacks.verdict import Divergence, Verdict
+from det_callbacks.verdict import Divergence, EnvironmentDifference, Verdict
 from det_callbacks.verify.judge import compare_runs, other_world_size, require_reference
 
 STORED_STEPS = 100
@@ -102,6 +103,7 @@ class Verification:
         self._steps, self._peers = steps, peers
         self._ranks = reference.rank(peers.rank)
         self._writer = RunWriter.create(current, manifest=manifest, peers=peers, purpose="verify")
+        self._machine = self._compare_machines()
         self.metrics = MetricComparison(is_common=steps == "common")
         self.metrics.begin(0, self._readings(0))
         self._fits: list[FitRecord] = []
@@ -155,6 +157,11 @@ class Verification:
     def reopen(self, manifest: Mapping[str, Any]) -> None:
         """Prepare for the first fit after a test, in the environment of the fit."""
         self._writer.reopen(manifest)
+        self._machine = self._compare_machines()
+
+    def _compare_machines(self) -> tuple[EnvironmentDifference, ...]:
+        found = compare_environments(self.reference.manifest.environment, self._writer.manifest.environment)
+        return tuple(difference for difference in found if difference.is_machine)
 
     def begin_fit(self, segment: int, *, is_resumed: bool = False, is_every_step: bool = True) -> None:
         """Start a fit; a verdict on earlier fits is outdated."""
@@ -353,6 +360,7 @@ class Verification:
             steps=self._steps,
             fits=tuple(self._fits),
             tally=self.tally,
+            machine=self._machine,
             stopped=stop,
         )
         write_record(self.current, record)
