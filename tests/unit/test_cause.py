@@ -318,7 +318,7 @@ CASES = [
     ),
     case(with_another_closure, "settings", environment=[LR]),
     case(with_another_layer, "structure", environment=[LR]),
-    case(of_gradients("ab", "ba"), "optimizer", "the same gradients in a different order", "configure_optimizers"),
+    case(of_gradients("ab", "ba"), "optimizer", "in a different order", "step several optimizers"),
     case(
         of_gradients("ab", "a"),
         "optimizer",
