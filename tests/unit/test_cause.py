@@ -113,9 +113,9 @@ def reading(name, phase="forward"):
     return lambda step, now: step.op("aten.mm.default", name, weights={name: 1 + now}, phase=phase)
 
 
-def finding(name):
+def finding(name, dtype="float32"):
     def fill(step, now):
-        step.named(name, 3 + now)
+        step.named(name, 3 + now, entry=TensorLayout(dtype=dtype, shape=()))
         batch = step.batch("batch[0]", [1, 2])
         step.op("aten.mul.Tensor", batch)
 
@@ -271,6 +271,7 @@ CASES = [
     # a tensor of the state that no op of the step wrote, and one that no op has read
     case(found_and_left("net.weight"), "external_write", "a raw kernel) changed net.weight during the step"),
     case(found_and_left("net.weight", reads=False), "unknown", "so the verdict cannot say where"),
+    case(finding("state of StepLR: gamma", "float"), "settings", "give both runs the same schedulers"),
     case(reading("?number"), "unknown", LOST, is_resumed=True),
     case(reading("?number"), "unknown", "observe_non_deterministic", f"!{LOST}"),
     case(with_another_gradient, "backward", "grad of output of net.2 (train.py:6, forward) has different bits"),
