@@ -1,4 +1,4 @@
-"""A parameter or a buffer differs when the training starts: the seed, the weights or the model differ.
+"""A parameter, a buffer or a scheduler differs when the training starts: the seed, the weights or the model differ.
 
 Example:
     Step 0: the initial state differs (net.0.weight, net.0.bias, net.5.weight and 1 more: 4 of 9
@@ -11,8 +11,9 @@ Example:
 from det_callbacks.causes.phrases.generators import show_start
 from det_callbacks.causes.rule import Answer, Causes
 from det_callbacks.compare.facts import Facts
+from det_callbacks.verdict import Divergence
 
-CAUSES: Causes = ("initial_weights",)
+CAUSES: Causes = ("initial_weights", "settings")
 
 
 def find(facts: Facts) -> Answer | None:
@@ -21,19 +22,25 @@ def find(facts: Facts) -> Answer | None:
     is_further = {*facts.initial_sources} <= {*facts.further}
     if is_further and (not facts.is_first_seen or facts.explaining_choice is not None):
         return None  # the setting may be a different scheduler
-    return Answer(cause="initial_weights", advice=_advise(facts))
+    # a Python number, such as T_max of a scheduler, is an argument
+    is_setting = is_further and _first_state(facts).dtype in ("int", "float", "bool")
+    return Answer(cause="settings" if is_setting else "initial_weights", advice=_advise(facts))
+
+
+def _first_state(facts: Facts) -> Divergence:
+    return next(one.divergence for one in facts.sources if one.divergence.phase == "state")
 
 
 def _advise(facts: Facts) -> str:
-    state = [one.divergence for one in facts.sources if one.divergence.phase == "state"]
-    if any(one.kind != "content" for one in state):
-        return "Some tensors have a different name, shape or dtype, or exist in one run only, so build the same model"
     names = [name for name in facts.initial_sources if name not in facts.further]
     if not names:
         return (
             f"{facts.initial_sources[0]} differs before the first step, so give both runs the same schedulers, "
             "gradient scaler and averaged weights, with the same arguments"
         )
+    state = [one.divergence for one in facts.sources if one.divergence.phase == "state"]
+    if any(one.kind != "content" for one in state):
+        return "Some tensors have a different name, shape or dtype, or exist in one run only, so build the same model"
     random = [name for name in names if name not in facts.evidence.constants]
     if not random:
         return (

@@ -3,7 +3,7 @@
 Example:
     Step 7: the optimizer got 3 gradients in the reference and 2 in the current run; only one
     run has grad of head.bias. Pass the optimizer the same parameters in the same order: check
-    configure_optimizers and requires_grad.
+    where the script builds the optimizer, and requires_grad.
 """
 
 from det_callbacks.causes.phrases.steps import place
@@ -23,12 +23,19 @@ def find(facts: Facts) -> Answer | None:
     if in_one_run:
         counts = f"{len({*reference})} gradients in the reference and {len({*current})} in the current run"
         what = f"the optimizer got {counts}; only one run has {listed(in_one_run)}"
+        advice = (
+            "Pass the optimizer the same parameters in the same order: check where the script builds the optimizer, "
+            "and requires_grad"
+        )
     elif len(reference) == len(current):
         what = "the optimizer got the same gradients in a different order"
+        advice = (
+            "Pass the optimizer the same parameters in the same order, and step several optimizers in the same order"
+        )
     else:
         return None
     return Answer(
         cause="optimizer",
         explanation=f"{place(facts)}: {what}",
-        advice="Pass the optimizer the same parameters in the same order: check configure_optimizers and requires_grad",
+        advice=advice,
     )

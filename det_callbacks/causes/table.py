@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from det_callbacks.causes import (
     another_epoch,
+    another_length,
     another_order,
     batch,
     choice,
@@ -32,6 +33,7 @@ RULES: tuple[Rule, ...] = (
     restored_state,
     initial_state,
     another_epoch,
+    another_length,
     generator_before_data,
     batch,
     generator,

@@ -103,6 +103,8 @@ class BatchChange:
     found_at: int | None = None  # step of the reference with samples of this batch
     is_whole: bool = False  # that batch holds all of them
     was_searched: bool = False
+    num_samples: int = 0  # that the current run recorded of the batch
+    num_same: int = 0  # of these, the ones that the reference's batch of the same step has
     first_index: tuple[str, int, str, str] | None = None  # loader, position in the batch, both indices
     settings: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # settings of the loaders that differ
 
@@ -168,6 +170,8 @@ def find_evidence(reference: Run, current: Run, difference: StepDifference) -> E
         was_searched=bool(new_samples),
         found_at=found_at,
         is_whole=is_whole,
+        num_samples=len(current_samples),
+        num_same=sum(sample in reference_samples for sample in current_samples),
     )
     return replace(evidence, batch=batch)
 

@@ -53,6 +53,7 @@ class Facts:
     unrestored: Sequence[str]  # restored state that differs from the state that the reference's previous step left
     evidence: Evidence
     shows_rank: bool  # several processes ran
+    is_last: tuple[bool, bool]  # whether the reference, and the current run, recorded no later step of the fit
 
     @cached_property
     def first(self) -> Finding:
@@ -81,6 +82,18 @@ class Facts:
         """The rows of generators that differ after the step, if other rows differ before them."""
         rows = [row for row in self.difference.rows_after_step if self.difference.start(row) == "outside"]
         return [row for row in rows if row != self.first.row]
+
+    @cached_property
+    def rows_after_update(self) -> list[int]:
+        """The differing rows after the last op of an optimizer; empty unless they include an op."""
+        found = [row for row in self.difference.kinds if self._is_after_update(row)]
+        return found if any(self.difference.site(row).op for row in found) else []
+
+    def _is_after_update(self, row: int) -> bool:
+        program, position = self.difference.side(row)
+        updates = [place for place, site in enumerate(program.sites) if site.op and site.phase == "optimizer"]
+        is_generator_after = row in self.difference.rows_after_step
+        return bool(updates) and position > updates[-1] and not is_generator_after
 
     @property
     def is_after_gap(self) -> bool:

@@ -47,7 +47,7 @@ def numerics_sentence(numerics: Numerics) -> str:
             f"Beyond the tolerance, first at {_where(first)} ({ulps_text(first.ulp)}); {_reads(first)}, so it is "
             "unknown where the change starts. Compare the first step of both, from the same weights and batch."
         )
-    rounding = f"the worst is {ulps_text(worst.ulp)} at {_where(worst)}, {multiple_text(worst.excess)} x the tolerance"
+    rounding = f"the worst is {multiple_text(worst.excess)} x the tolerance ({ulps_text(worst.ulp)}) at {_where(worst)}"
     if not numerics.num_beyond:
         return f"Rounding only: {rounding}."
     text = (

@@ -423,7 +423,10 @@ class _Judge:
         difference = compare_steps(*self.walk.views(rank, segment, step))
         record = self.walk.records.get(rank)
         fit = None if record is None else record.fit(segment)
-        first_step = reference.rank(rank).steps(segment)[0] if fit is None else min(fit.compared)
+        reference_steps = reference.rank(rank).steps(segment)
+        first_step = reference_steps[0] if fit is None else min(fit.compared)
+        # a verification stores only the steps that differ
+        last_step = current.rank(rank).steps(segment)[-1] if fit is None else max(fit.compared | fit.extra)
         before = self.walk.before(segment, step)
         may_be_unrestored = fit is not None and before == "resumed" and not difference.starting("here")
         try:
@@ -439,6 +442,7 @@ class _Judge:
             unrestored=fit.unrestored if fit is not None and may_be_unrestored else (),
             evidence=evidence,
             shows_rank=self.show_rank,
+            is_last=(reference_steps[-1] == step, last_step == step),
         )
 
 

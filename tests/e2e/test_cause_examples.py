@@ -86,6 +86,13 @@ def of_a_shape(step: StepBuilder, now: bool) -> None:
     step.op("aten.slice_copy.Tensor", "?x", layout=shape, source=("train.py:12 in forward",))
 
 
+def with_the_next_batch(step: StepBuilder, now: bool) -> None:
+    gradient = step.op("aten.mul.Tensor", "?x", phase="backward")
+    step.op("aten.add_.Tensor", gradient, "net.weight", phase="optimizer")
+    if now:
+        step.op("aten.randn.default", generator=1, phase="gradient", source=("train.py:7 in <module>",))
+
+
 def from_outside(step: StepBuilder, now: bool) -> None:
     step.op("aten.mul.Tensor", "?noise", weights={"?noise": 1 + now}, module="net.noise")
 
@@ -106,6 +113,7 @@ EXAMPLES: Mapping[str, Callable[[Path], Verdict]] = {
     "restored state": changed(options={"is_resumed": True}, weight=3),
     "initial state": planted("another seed"),
     "another epoch": planted("epochs of another length"),
+    "another length": built(with_the_next_batch),
     "generator before data": planted("callback draws at the epoch's end"),
     "batch": planted("unsorted listing"),
     "generator": planted("validation draws"),

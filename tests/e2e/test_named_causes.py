@@ -102,6 +102,8 @@ class Listed(Dataset[tuple[Tensor, Tensor]]):
             random.Random(5).shuffle(self.numbers)
         self.augment = training.augment
         self.exchanges_labels = training.listing == "labels exchanged"
+        if training.listing == "one other sample":
+            self.inputs[18] += 1
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -265,6 +267,13 @@ FAULTS = {
         "and the data itself (files, labels).",
         base={"batch_size": SAMPLES, "trainer": {"val_check_interval": None}},
         listing="labels exchanged",
+    ),
+    "one other sample": planted(
+        "data_content",
+        "7 of 8 recorded samples match this step of the reference",
+        "!none of its samples",
+        base={"batch_size": 8},
+        listing="one other sample",
     ),
     "epochs of another length": planted(
         "data_order",

@@ -113,9 +113,9 @@ def reading(name, phase="forward"):
     return lambda step, now: step.op("aten.mm.default", name, weights={name: 1 + now}, phase=phase)
 
 
-def finding(name):
+def finding(name, dtype="float32"):
     def fill(step, now):
-        step.named(name, 3 + now)
+        step.named(name, 3 + now, entry=TensorLayout(dtype=dtype, shape=()))
         batch = step.batch("batch[0]", [1, 2])
         step.op("aten.mul.Tensor", batch)
 
@@ -176,6 +176,20 @@ def after_the_update(step, now):
     step.op("aten.mul.Tensor", step.op("aten.mean.default", "?x"), phase="backward")
     step.op("aten.add.Tensor", "?y", phase="optimizer")
     step.op("aten.clone.default", "?z", phase="other", module="", noise=now)
+
+
+def with_more_ops(*, run, phase="gradient", noise=None):
+    """Only the reference (0) or the current run (1) has an op that draws, after the update or (backward) before it."""
+
+    def fill(step, now):
+        gradient = step.op("aten.mul.Tensor", "?x", phase="backward", noise=noise if now else None)
+        if phase == "backward" and now == run:
+            step.op("aten.randn.default", generator=1, phase=phase)
+        step.op("aten.add_.Tensor", gradient, "net.weight", phase="optimizer")
+        if phase != "backward" and now == run:
+            step.op("aten.randn.default", generator=1, phase=phase)
+
+    return fill
 
 
 def without_an_optimizer(step, now):
@@ -257,6 +271,7 @@ CASES = [
     ),
     case(finding("state of Ema: weights"), "checkpoint", "(state of Ema: weights)", is_resumed=True),
     case(finding("state of Ema: weights"), "initial_weights", "initial state differs", "!was changed"),
+    case(finding("state of StepLR: gamma", "float"), "settings", "give both runs the same schedulers"),
     case(finding("state of StepLR: gamma"), "settings", "!was changed", environment=[choice("optimizer.lr_scheduler")]),
     case(
         finding("state of Ema: weights"),
@@ -318,12 +333,17 @@ CASES = [
     ),
     case(with_another_closure, "settings", environment=[LR]),
     case(with_another_layer, "structure", environment=[LR]),
-    case(of_gradients("ab", "ba"), "optimizer", "the same gradients in a different order", "configure_optimizers"),
+    case(of_gradients("ab", "ba"), "optimizer", "in a different order", "step several optimizers"),
     case(
         of_gradients("ab", "a"),
         "optimizer",
         "4 gradients in the reference and 3 in the current run; only one run has grad of b",
     ),
+    # the next batch of a longer run
+    case(with_more_ops(run=1), "structure", "only the current run has ops after", "The reference has no further step"),
+    case(with_more_ops(run=0), "structure", "only the reference has ops after", "If the current run ends there"),
+    case(with_more_ops(run=1, noise="ulp"), "backward", "!has ops after"),
+    case(with_more_ops(run=1, phase="backward"), "rng", "!has ops after"),
     case(start_of_backward("other", "backward"), "backward", "ones_like", "starts here"),
     case(start_of_backward("forward", "backward"), "backward"),
     case(start_of_backward("other", "forward"), "unknown"),
@@ -343,6 +363,15 @@ def test_cause_and_words_of_one_thing_that_differs(planted, cause, said, options
     assert ("Step 7, the first after resuming" in verdict.explanation) is options.get("is_resumed", False)
     told = "\n".join((verdict.explanation, *verdict.evidence))
     assert not [part for part in said if (part.removeprefix("!") in told) is part.startswith("!")], told
+
+
+@pytest.mark.parametrize(("run", "cause"), [(1, "rng"), (0, "structure")])
+def test_ops_after_the_update_of_a_step_before_the_last_are_no_other_length(run, cause, tmp_path):
+    steps = both(with_more_ops(run=run))
+    runs = [record(tmp_path / name, {7: step, 8: training_step()}) for name, step in zip("ab", steps, strict=True)]
+    verdict = compare_runs(*runs)
+    assert verdict.cause == cause
+    assert "number of steps" not in verdict.explanation
 
 
 THREADS_SAID = "torch.num_threads (2 in the reference, 1 in the current run)"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from det_callbacks.causes.phrases.generators import show_change
+from det_callbacks.causes.phrases.generators import keep_from_drawing, show_change
 from det_callbacks.compare.evidence import Evidence, compare_windows, gather_window
 from det_callbacks.runs.evidence import Row
 
@@ -40,6 +40,13 @@ def test_who_drew_is_named_and_what_only_one_run_has():
     (change,) = evidence.generators
     assert change.only_current == ("before validation", "after validation")
     assert "only in the current run: before validation, after validation" in show_change(change, evidence)
+
+
+def test_a_draw_after_the_backward_pass_is_not_put_down_to_the_optimizer():
+    evidence = compare(fit(4), fit(4, drawn_at=(2, "after backward")), 2)
+    (change,) = evidence.generators
+    assert keep_from_drawing(change, evidence).startswith("Code after the backward pass draws from the generator ")
+    assert "what ran in between: code after the backward pass" in show_change(change, evidence)
 
 
 @pytest.mark.parametrize(

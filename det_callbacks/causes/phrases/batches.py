@@ -49,7 +49,8 @@ def _of_batch(facts: Facts) -> list[str]:
         which = "all of its samples are" if batch.is_whole else "one of its samples is"
         found.append(f"{which} at step {batch.found_at} of the reference")
     elif batch.was_searched and batch.indices != "cut":
-        found.append("the reference recorded none of its samples")
+        same = f"{batch.num_same} of {batch.num_samples} recorded samples match this step of the reference"
+        found.append(same if batch.num_same else "the reference recorded none of its samples")
     if batch.first_index is not None and batch.indices != "cut":
         loader, position, reference, current = batch.first_index
         both = f"{reference} in the reference, {current} in the current run"

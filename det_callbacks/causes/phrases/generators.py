@@ -32,7 +32,7 @@ _AFTER: Mapping[str, tuple[str, str, str]] = {
     DRAWING: ("", "the loading of the batch", ""),
     BATCH_START: ("on_train_batch_start", "the forward pass", "on_before_zero_grad"),
     AFTER_FORWARD: ("on_before_backward", "the backward pass", ""),
-    AFTER_BACKWARD: ("on_after_backward", "the optimizer", "on_before_optimizer_step"),
+    AFTER_BACKWARD: ("on_after_backward", "code after the backward pass", "on_before_optimizer_step"),
     BATCH_END: ("on_train_batch_end", "", ""),
     "before validation": ("on_validation_start", "validation", _VALIDATION),
     "after validation": ("on_validation_end", "", ""),
