@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import IO, NoReturn
 
-# rich draws a random number when it is imported, which may be inside a training that draws from the same generator
+# rich draws a random number when it is imported, which may be inside a run that draws from the same generator
 _state_before_rich = random.getstate()
 from rich.console import Console  # noqa: E402
 from rich.text import Text  # noqa: E402
