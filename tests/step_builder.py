@@ -36,6 +36,7 @@ class StepBuilder:
     entries: list[TensorLayout | None] = field(default_factory=list)
     digests: list[int] = field(default_factory=list)
     unseen: set[int] = field(default_factory=set)
+    checked: frozenset[int] | None = None
     values: dict[int, str] = field(default_factory=dict)
     known_inputs: dict[str, int] = field(default_factory=dict)
     counts: Counter[tuple[Any, ...]] = field(default_factory=Counter)
@@ -122,7 +123,8 @@ class StepBuilder:
         program = Program.of(self.sites, ops_seen=3, ops_digested=3, ops_skipped=skipped)
         layout = Layout(entries=tuple(self.entries))
         digests = np.array(self.digests, dtype=np.uint64)
-        return StepTrace(program, digests, layout.id, frozenset(self.unseen), self.values, lambda: layout)
+        unseen = frozenset(self.unseen)
+        return StepTrace(program, digests, layout.id, unseen, self.values, lambda: layout, checked=self.checked)
 
     def view(self, **place: int) -> StepView:
         return self.trace().view(**place)

@@ -38,6 +38,7 @@ Start = Literal[
     "not recorded",  # the op that wrote it was not recorded
     "region parameters",  # the parameters of a compiled region have no digest, below level op
     "unseen writer",  # the recorder did not see the writer of an input
+    "unchecked",  # the inputs were not checked for unseen writes
 ]
 """Where the difference at a row starts."""
 
@@ -323,7 +324,19 @@ class StepDifference:
         is_unseen = self.pairs[row][1] in self.current.unseen_writes
         # tensors in flight or unwritten have no recorded writer
         is_unknown = self._has_detail(row, IN_FLIGHT, UNWRITTEN, is_read=True)
-        return "unseen writer" if is_given or is_unseen or is_unknown else "here"
+        if is_given or is_unseen or is_unknown:
+            return "unseen writer"
+        return "here" if self._is_checked(row) else "unchecked"
+
+    def _is_checked(self, row: int) -> bool:
+        """Return whether a row was checked for unseen writes, or no unseen write to its inputs can be the reason.
+
+        Such a write changes neither the arguments of a call nor whether it runs, and a region has sites for its inputs.
+        """
+        checked = self.current.checked
+        if checked is None or self.kinds[row] not in ("content", "structure"):
+            return True
+        return self.pairs[row][1] in checked or self.site(row).op.startswith(REGION)
 
     @property
     def unread(self) -> str:

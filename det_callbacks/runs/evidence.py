@@ -1,5 +1,6 @@
 """The evidence of a process, which explains differences, in a file next to the steps."""
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,7 @@ BATCH_START, AFTER_FORWARD, AFTER_BACKWARD, BATCH_END = "batch start", "after fo
 BATCH = "batch"
 OPTIONS = "optimizer options"  # options of the groups, when an update first uses them: "lr of group 0", as JSON
 UNSEEN_WRITE = "unseen write"  # the values are ``StepView.unseen_writes``
+CHECKED = "checked for unseen writes"  # ``StepView.checked`` as JSON, if it is not None
 VALUES = "arguments"  # digest and JSON text of numbers among an op's arguments
 PARAMETERS = "parameters"  # how many, and the JSON text of a list of names
 
@@ -127,13 +129,14 @@ def read_values(stream: Path, run_id: str) -> dict[int, str]:
         return {}
 
 
-def read_unseen_writes(stream: Path, run_id: str, step: int, num_sites: int) -> frozenset[int]:
-    """Return the sites of a step that read an unseen change; all if the evidence cannot be read."""
+def read_checked(stream: Path, run_id: str, step: int, num_sites: int) -> tuple[frozenset[int], frozenset[int] | None]:
+    """Return ``unseen_writes`` and ``checked`` of a step's view; if the evidence cannot be read, no site is proven."""
     try:
-        rows = read_evidence(evidence_path(stream), run_id=run_id, keep=lambda it: _is(it, "step", step))
-        return frozenset(row.value for row in rows if row.point == UNSEEN_WRITE)
+        rows = [*read_evidence(evidence_path(stream), run_id=run_id, keep=lambda it: _is(it, "step", step))]
     except ReferenceFormatError:
-        return frozenset(range(num_sites))
+        return frozenset(range(num_sites)), None
+    checked = next((frozenset[int](json.loads(row.text)) for row in rows if row.point == CHECKED), None)
+    return frozenset(row.value for row in rows if row.point == UNSEEN_WRITE), checked
 
 
 def _is(batch: pa.RecordBatch, column: str, value: object) -> np.ndarray:

@@ -309,6 +309,8 @@ class StepView:
     layout: Layout
     unseen_writes: frozenset[int] = frozenset()  # sites that are not origins: an unseen write changed their inputs
     read_values: Callable[[], Mapping[int, str]] = dict  # digest of arguments -> their JSON text
+    # if some ops were not checked for unseen writes: the sites of those that were
+    checked: frozenset[int] | None = None
 
 
 # Types of torch that op arguments have, by name, so that this module does not import torch.

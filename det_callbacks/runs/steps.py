@@ -23,6 +23,7 @@ class StepTrace:
     values: Mapping[int, str]
     _make_layout: Callable[[], Layout]
     _places: Mapping[int, int] | None = None  # if several threads ran: order of arrival of a site -> position
+    checked: frozenset[int] | None = None  # see ``StepView``
 
     @property
     def layout(self) -> Layout:
@@ -36,7 +37,9 @@ class StepTrace:
     def view(self, *, rank: int = 0, step: int = 0, epoch: int = 0, chain: int = 0, segment: int = 0) -> StepView:
         """Return the step opened for a comparison."""
         record = StepRecord(step, epoch, self.program.id, self.layout_id, self.digests, chain, segment)
-        return StepView(rank, record, self.program, self.layout, self.unseen_writes, lambda: self.values)
+        return StepView(
+            rank, record, self.program, self.layout, self.unseen_writes, lambda: self.values, checked=self.checked
+        )
 
 
 def require_whole(program: Program, digests: "array[int]") -> None:
@@ -54,38 +57,51 @@ class Expectation:
     """The reference's digests of the current step; the inputs of differing sites are digested again."""
 
     digests: "array[int]"
+    program_id: int | None = None
     unseen_writes: set[int] = field(default_factory=set)
     checks_left: int = MAX_INPUT_CHECKS
-    among: frozenset[int] | None = None  # all digests, if several threads record: sites then come in any order
+    is_ordered: bool = True  # False if several threads record: sites then come in any order
     looked_at: set[int] = field(default_factory=set)  # the sites whose inputs were digested again
+    is_incomplete: bool = False  # whether an op that differs without reading a difference was not checked
+    _all: frozenset[int] | None = None  # all digests, when first needed
 
     @classmethod
-    def of(cls, digests: np.ndarray) -> "Expectation":
+    def of(cls, digests: np.ndarray, program_id: int | None = None) -> "Expectation":
         """Return the expectation of a recorded step."""
-        return cls(digests=array("Q", np.ascontiguousarray(digests, dtype=np.uint64).tobytes()))
+        return cls(array("Q", np.ascontiguousarray(digests, dtype=np.uint64).tobytes()), program_id)
 
     def differs(self, position: int, digest: int) -> bool:
         """Return whether the reference has a different digest at this position, or anywhere without an order."""
-        if self.among is not None:
-            return digest not in self.among
+        if not self.is_ordered:
+            return self.is_new(digest)
         return position >= len(self.digests) or self.digests[position] != digest
+
+    def is_new(self, digest: int) -> bool:
+        """Return whether the reference has this digest nowhere: its site differs, whatever it is compared with."""
+        if self._all is None:
+            self._all = frozenset(self.digests)
+        return digest not in self._all
+
+    def takes_check(self, digests: Sequence[int]) -> bool:
+        """Use up a check for the differing outputs of a call; return whether there was one.
+
+        An op whose digests the reference has elsewhere has probably only moved: half of the checks are for the others.
+        """
+        kept = 0 if any(map(self.is_new, digests)) else MAX_INPUT_CHECKS // 2
+        if self.checks_left <= kept:
+            self.is_incomplete = True
+            return False
+        self.checks_left -= 1
+        return True
+
+    def checked(self, program_id: int) -> frozenset[int] | None:
+        """Return the sites whose ops were checked for unseen writes, or None if all origins of the step were.
+
+        In another program, or without an order, the comparison may find differences at other sites than ``differs``.
+        """
+        is_exact = self.is_ordered and program_id == self.program_id
+        return None if is_exact and not self.is_incomplete else frozenset(self.looked_at)
 
     def forget_order(self) -> None:
         """Accept sites in any order from now on."""
-        if self.among is None:
-            self.among = frozenset(self.digests)
-
-    def unproven(self, order: Sequence[int], digests: np.ndarray) -> set[int]:
-        """Return the positions of sites that differ, if their inputs changed unseen or were not digested again.
-
-        Args:
-            order: the sites by arrival, in the order of their positions.
-            digests: by position.
-        """
-        changed = {position for position, number in enumerate(order) if number in self.unseen_writes}
-        reference = np.frombuffer(self.digests, dtype=np.uint64)
-        is_other = np.ones(len(digests), dtype=bool)
-        common = min(len(digests), len(reference))
-        is_other[:common] = digests[:common] != reference[:common]
-        differing = np.flatnonzero(is_other).tolist()
-        return changed | {position for position in differing if order[position] not in self.looked_at}
+        self.is_ordered = False

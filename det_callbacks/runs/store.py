@@ -8,7 +8,7 @@ import numpy as np
 
 from det_callbacks.errors import ReferenceNotFoundError
 from det_callbacks.runs import files, tables
-from det_callbacks.runs.evidence import NondeterministicOp, read_unseen_writes, read_values
+from det_callbacks.runs.evidence import NondeterministicOp, read_checked, read_values
 from det_callbacks.runs.json_files import read_json
 from det_callbacks.runs.manifest import Manifest, read_manifest
 from det_callbacks.runs.program import Layout, Program, StepRecord, StepView
@@ -187,11 +187,11 @@ class Run:
             raise files.damaged(path, f"it has {len(program)} sites, {sizes}")
         stream = self.rank(rank).file_of(segment, step).path
         run_id = self.manifest.run_id
-        unseen = frozenset[int]()
+        unseen, checked = frozenset[int](), None
         if self.manifest.purpose == "verify":
-            unseen = read_unseen_writes(stream, run_id, step, len(program))
+            unseen, checked = read_checked(stream, run_id, step, len(program))
         values = partial(self._values, stream, run_id)
-        return StepView(rank, record, program, layout, unseen, values)
+        return StepView(rank, record, program, layout, unseen, values, checked)
 
     def stream_paths(self, rank: int) -> Iterator[tuple[int, Path]]:
         """Yield the fit and the path of each file of a process."""

@@ -124,15 +124,13 @@ class Recorder:
             program = step.graph.program(step.counts)
             require_whole(program, step.digests)
             settled = step.deferred.settle(step.digests)
-            unseen: frozenset[int] = frozenset()
-            if (expected := self._expected) is not None:
-                self._unseen_writes.look_back(expected, program, settled)
-                unseen = frozenset(expected.unseen_writes)
+            if self._expected is not None:
+                self._unseen_writes.look_back(self._expected, program, settled)
             digests = np.frombuffer(step.digests, dtype=np.uint64) if step.digests else np.empty(0, np.uint64)
             if self.strands.all:
                 trace = self._ordered(program, digests)
             else:
-                trace = self._trace(program, digests, step.layout_indices, unseen)
+                trace = self._trace(program, digests, step.layout_indices)
             self.abandon()
         return trace
 
@@ -344,7 +342,7 @@ class Recorder:
         if plan.draws_random:
             self.generators.note_draw(first)
         if expected is not None:
-            self._unseen_writes.compare(expected, mark, first, plan, args, kwargs, was_changed=was_changed)
+            self._unseen_writes.compare(expected, mark, first, plan, args, kwargs, reads, was_changed=was_changed)
         return out
 
     def _ordered(self, program: Program, digests: np.ndarray) -> StepTrace:
@@ -356,23 +354,28 @@ class Recorder:
         order, sites = canonical_order(calls, reads, program.sites, self.strands.all, modules, digests.tolist())
         program = Program.of(sites, **program.counts, text=program.text)
         digests = digests[order]
-        unseen = frozenset() if self._expected is None else frozenset(self._expected.unproven(order, digests))
         places = {number: position for position, number in enumerate(order)}
-        return self._trace(program, digests, [step.layout_indices[number] for number in order], unseen, places)
+        return self._trace(program, digests, [step.layout_indices[number] for number in order], places)
 
     def _trace(
         self,
         program: Program,
         digests: np.ndarray,
         indices: list[int],
-        unseen_writes: frozenset[int],
         places: Mapping[int, int] | None = None,
     ) -> StepTrace:
+        unseen, checked = frozenset[int](), None
+        if (expected := self._expected) is not None:
+            unseen, checked = frozenset(expected.unseen_writes), expected.checked(program.id)
+        if places is not None:
+            unseen = frozenset(places[number] for number in unseen)
+            checked = None if checked is None else frozenset(places[number] for number in checked)
         return StepTrace(
             program=program,
             digests=digests,
             layout_id=self.step.layouts.layout_id(indices),
-            unseen_writes=unseen_writes,
+            unseen_writes=unseen,
+            checked=checked,
             values=self.step.graph.values,
             _make_layout=partial(self.step.layouts.layout, indices),
             _places=places,

@@ -29,7 +29,7 @@ from det_callbacks.compare.step import StepCounter, compare_steps
 from det_callbacks.errors import NotComparableError, RankError, SelectionError
 from det_callbacks.runs.disk import replace_atomically, writing
 from det_callbacks.runs.environment import compare_environments
-from det_callbacks.runs.evidence import BATCH, UNSEEN_WRITE, NondeterministicOp, Row
+from det_callbacks.runs.evidence import BATCH, CHECKED, UNSEEN_WRITE, NondeterministicOp, Row
 from det_callbacks.runs.manifest import Manifest
 from det_callbacks.runs.metrics import Reading, Readings, read_metrics
 from det_callbacks.runs.peers import ALONE, END_OF_FIT, Peers
@@ -195,7 +195,8 @@ class Verification:
         """Return the reference's step, if it has it."""
         if step not in self._known:
             return None
-        return Expectation.of(self._reference_step(self.segment, step).record.digests)
+        record = self._reference_step(self.segment, step).record
+        return Expectation.of(record.digests, record.program_id)
 
     def chain(self, step: int) -> int | None:
         """Return the reference's chain at a step as long as nothing differs, else None."""
@@ -386,6 +387,8 @@ def write_step(writer: RunWriter, view: StepView) -> None:
     writer.put_values(record.step, view.read_values())
     if view.unseen_writes:
         writer.put_evidence([Row(record.step, UNSEEN_WRITE, "site", at) for at in sorted(view.unseen_writes)])
+    if view.checked is not None:
+        writer.put_evidence([Row(record.step, CHECKED, "sites", 0, json.dumps(sorted(view.checked)))])
     writer.flush_evidence()
 
 

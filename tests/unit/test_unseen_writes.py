@@ -1,7 +1,8 @@
 import ctypes
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from tracing import position_of, site_of, step_of, traced, verified
 
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.runs.program import UNWRITTEN
-from det_callbacks.runs.steps import Expectation
+from det_callbacks.runs.steps import MAX_INPUT_CHECKS, Expectation
 from det_callbacks.trace.hash_mode import HashMode
 
 
@@ -166,6 +167,51 @@ def test_lengths_that_no_recorded_op_writes_make_no_origin(is_sorted):
     found = compare_steps(*(traced(lambda given=given: body(*given)).view() for given in ((5, 3, 2), (5, 4, 2))))
     assert "aten.div.Tensor" in {item.op for item in found.divergences}
     assert found.origins == ()
+
+
+def origins(body: Callable[[bool], Any], checks_left: int = MAX_INPUT_CHECKS) -> list[tuple[str, bool | None]]:
+    reference = traced(lambda: body(False))
+    expected = Expectation.of(reference.digests, reference.program.id)
+    expected.checks_left = checks_left
+    trace = step_of(HashMode(), lambda: body(True), expected=expected)
+    found = compare_steps(reference.view(), trace.view()).divergences
+    return [(item.op.split(".")[1], item.is_origin) for item in found if item.is_origin is not False]
+
+
+@pytest.mark.usefixtures("_everywhere")
+@pytest.mark.parametrize("num_extra", [0, 1], ids=["the same program", "an extra op first"])
+def test_an_unseen_write_after_many_ops_that_pass_a_difference_on_makes_no_origin(num_extra):
+    """Ops that read a difference use up no check."""
+
+    def body(is_changed: bool):
+        for _ in range(num_extra if is_changed else 0):
+            torch.arange(5)
+        for number in range(3):
+            x = torch.full((4,), number + 2.0)
+            x.resize_(4)  # launches what waits
+            if is_changed:
+                overwrite_unseen(x)
+            y = x.exp()
+            for _ in range(MAX_INPUT_CHECKS // 2):
+                y = y.sin()
+            HELD.append(x)
+
+    assert origins(body) == [("arange", True)] * num_extra + [("exp", None)] * 3
+
+
+@pytest.mark.usefixtures("_everywhere")
+@pytest.mark.parametrize("num_extra", [0, 1], ids=["the same program", "an extra op first"])
+def test_only_an_op_that_was_checked_is_an_origin(num_extra):
+    def body(is_changed: bool):
+        FACTOR["now"] = 3.1 if is_changed else 2.0
+        for _ in range(num_extra if is_changed else 0):
+            torch.arange(5)
+        for number in range(5):
+            scaled(torch.full((3,), number + 2.0), "numpy")
+
+    told = [("arange", True)] * num_extra
+    assert origins(body) == [*told, *[("scaled", True)] * 5]
+    assert origins(body, 2 + num_extra) == [*told, *[("scaled", True)] * 2, *[("scaled", None)] * 3]
 
 
 @pytest.mark.usefixtures("_everywhere")

@@ -80,6 +80,22 @@ def test_steps_that_were_not_stored_are_counted_and_the_first_that_differs_is_st
     require_one_verdict(verdict, reference, tmp_path / "current")
 
 
+@pytest.mark.parametrize("is_checked", [True, False])
+def test_an_op_that_was_not_checked_for_unseen_writes_is_no_origin(reference, tmp_path, is_checked):
+    steps = steps_of(range(10), s9={"noise_at": 2})
+    changed = steps[9]
+    position = [at for at, site in enumerate(changed.sites) if site.module == "net.chain"][2]
+    changed.checked = frozenset({position} if is_checked else {0})
+    live = detector(reference, tmp_path / "current")
+    run_fits(live, [steps])
+    verdict = live.finish()
+    require_one_verdict(verdict, reference, tmp_path / "current")
+    assert verdict.first_divergence is not None
+    assert verdict.first_divergence.is_origin is (is_checked or None)
+    assert len(verdict.origins) == is_checked
+    assert ("were not checked for unseen writes" in verdict.explanation) is not is_checked
+
+
 # what may not become a match
 
 

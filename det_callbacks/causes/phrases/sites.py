@@ -20,6 +20,7 @@ _UNPROVEN: Mapping[Start, str] = {
     "not recorded": "the op that wrote it was not recorded",
     "region parameters": "the parameters that the compiled region reads have no digest at this level",
     "unseen writer": "the recorder did not see what wrote its inputs (NumPy, a raw kernel, torch.empty)",
+    "unchecked": "its inputs match, but they were not checked for unseen writes (NumPy, a raw kernel)",
 }
 _VERBS = {"region_input": "received", "graph_output": "has", "sent": "received", "delivered": "delivered"}
 

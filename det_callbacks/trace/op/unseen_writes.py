@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from det_callbacks.digest.components import digest_output, digest_tensor
@@ -65,18 +66,22 @@ class UnseenWriteCheck:
         plan: OpPlan,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        reads: list[int],
         *,
         was_changed: bool,
     ) -> None:
         """Add to ``expected.unseen_writes`` the differing sites of a call whose inputs an unseen write changed.
 
-        Sites with deferred digests are added whether they differ or not; see also ``look_back``.
+        Sites with deferred digests are added whether they differ or not; see also ``look_back``. A call that reads a
+        difference is no origin, so it is not checked.
         """
         digests, deferred = self._step.digests, self._step.deferred.bits
         positions = range(first, len(digests))
         waiting = [at for at in positions if at in deferred]
-        if expected.checks_left and any(expected.differs(at, digests[at]) for at in positions if at not in deferred):
-            expected.checks_left -= 1
+        differing = [digests[at] for at in positions if at not in deferred and expected.differs(at, digests[at])]
+        if differing and any(expected.is_new(digests[at]) for at in reads if at not in deferred):
+            return
+        if differing and expected.takes_check(differing):
             expected.looked_at.update(positions)
             if was_changed or any(map(self._is_changed, _ordinary(tensors_read(plan, args, kwargs)))):
                 expected.unseen_writes.update(positions)
@@ -93,10 +98,14 @@ class UnseenWriteCheck:
         rows, digests = program.rows, self._step.digests
         outputs = (at for at in sorted(deferred) if rows[at].site.role == "output")
         differing = [at for at in outputs if expected.differs(at, digests[at])]
-        differing = differing[: expected.checks_left]
-        expected.checks_left -= len(differing)
-        expected.looked_at.update(differing)
-        step, read = self._step, {at: program.read_by(at) for at in differing}
+        if not differing:
+            return
+        is_new = np.fromiter(map(expected.is_new, digests), dtype=bool, count=len(digests))
+        readers, read_sites = program.edges
+        fed = frozenset(readers[is_new[read_sites]].tolist())
+        checked = [at for at in differing if at not in fed and expected.takes_check([digests[at]])]
+        expected.looked_at.update(checked)
+        step, read = self._step, {at: program.read_by(at) for at in checked}
         wanted = {writer for writers in read.values() for writer in writers}
         queues = DeferredDigests()
         found: list[tuple[int, Bits]] = []
@@ -112,7 +121,7 @@ class UnseenWriteCheck:
                     found.append((writer, bits))
         known = queues.finish()
         changed = {writer for writer, bits in found if value_of(bits, known) != digests[writer]}
-        expected.unseen_writes.update(at for at in differing if not changed.isdisjoint(read[at]))
+        expected.unseen_writes.update(at for at, writers in read.items() if not changed.isdisjoint(writers))
 
     def _is_changed(self, tensor: Tensor, trusted: int | None = None) -> bool:
         """Return whether bytes that a site before ``trusted`` wrote have changed; False for tensors with holes."""
