@@ -73,7 +73,7 @@ class UnseenWriteCheck:
         """Add to ``expected.unseen_writes`` the differing sites of a call whose inputs an unseen write changed.
 
         Sites with deferred digests are added whether they differ or not; see also ``look_back``. A call that reads a
-        difference is no origin, so it is not checked.
+        difference is not an origin, so it is not checked.
         """
         digests, deferred = self._step.digests, self._step.deferred.bits
         positions = range(first, len(digests))
