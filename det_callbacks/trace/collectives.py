@@ -48,7 +48,7 @@ class Delivery:
     tensor: Callable[[], Tensor | None]  # a weak reference
 
     def has_arrived(self, *, for_collective: bool = False) -> bool:
-        """Return whether the reader can see its bits; a collective as the reader runs in a separate stream."""
+        """Return whether the reader can see the bits; a collective that reads runs in a separate stream."""
         if not (self.work is None or _is_done(self.work)):
             return False
         self.work = None  # the work would keep the collective's tensors alive
@@ -148,7 +148,7 @@ class Collectives:
     def note_copy(self, plan: OpPlan, args: tuple[Any, ...]) -> None:
         """Treat a copy from unknown memory into the output of a reduce-scatter as part of it.
 
-        When waited for, gloo copies this rank's part out of an internal buffer (torch 2.13).
+        On a wait, gloo copies this rank's part out of an internal buffer (torch 2.13).
         """
         if not self._deliveries or plan.base != "aten.copy_" or any(map(has_parts, args[:2])):
             return

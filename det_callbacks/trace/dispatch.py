@@ -104,7 +104,7 @@ class DispatchMode(TorchDispatchMode):
 
 
 def runs_uncompiled(function: _Function) -> _Function:
-    """Keep Dynamo from compiling a function that runs between the parts of a compiled one; a graph may contain it."""
+    """Keep Dynamo from compiling a function between compiled parts of another; a graph may still contain it."""
     dynamo.skip(function.__code__)
     return function
 

@@ -411,6 +411,6 @@ class Recorder:
         return self._accumulation
 
     def _expect_any_order(self) -> None:
-        """Stop comparing sites by position: other threads record too, and the order is final at the step's end."""
+        """Stop comparing sites by position: other threads record too, and the order is final only at the step's end."""
         if self._expected is not None:
             self._expected.forget_order()
