@@ -207,7 +207,7 @@ def _text(report: NumericsReport) -> str:
     outcome = f"{others:,} with different bits, {beyond or 'none'} beyond the tolerance" if others else "all bits agree"
     lines = [f"{sides}: {count(len(deciding), 'tensor')} compared, {outcome}."]
     named = {f"The first {'with different bits' if report.close else 'beyond its tolerance'}": report.first}
-    named["The largest, submodule outputs aside"] = report.worst
+    named["The largest outside submodule outputs"] = report.worst
     for what, found in named.items():
         if found is not None:
             place = f"{_PHASE_WORDS[found.phase]} {found.name} in iteration {found.iteration}"

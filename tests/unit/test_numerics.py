@@ -241,7 +241,7 @@ def test_a_wrong_transformation_is_named_first_in_the_table_the_json_and_the_err
     assert wrong.first.excess > 10
     assert str(wrong).startswith("BEYOND TOLERANCE\nTransformer against Transformer, 2 iterations: ")
     assert "first beyond its tolerance: submodule output blocks.1.norm2 in iteration 0" in str(wrong)
-    assert f"The largest, submodule outputs aside: {wrong.worst.phase} {wrong.worst.name}" in str(wrong)
+    assert f"The largest outside submodule outputs: {wrong.worst.phase} {wrong.worst.name}" in str(wrong)
     (columns,) = [line for line in str(wrong).splitlines() if line.startswith("compared ")]
     assert all(column in columns for column in ("ULP", "relative", "absolute", "x tolerance"))
     assert "parameter after the step" in str(wrong)
