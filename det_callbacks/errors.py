@@ -191,7 +191,7 @@ class RunExistsError(_PathError, FileExistsError):
     Examples:
         >>> train("refs/run1", mode="record")
         Traceback (most recent call last):
-        det_callbacks.errors.RunExistsError: refs/run1 holds a run already ...
+        det_callbacks.errors.RunExistsError: refs/run1 already holds a run ...
     """
 
 

@@ -2,8 +2,8 @@
 
 Example:
     Step 7, forward: aten.cos.default in net (train.py:4, forward) ran in a different order from
-    the reference, and no bit differs. Restore the original order of these lines of code, or
-    record the reference again.
+    the reference, and no bit differs. Restore the original order of the code, or record the
+    reference again.
 """
 
 from collections import Counter
@@ -34,12 +34,12 @@ def find(facts: Facts) -> Answer | None:
         return Answer(
             cause="structure",
             explanation=f"{told}, and no bit differs",
-            advice="Restore the original order of these lines of code, or record the reference again",
+            advice="Restore the original order of the code, or record the reference again",
         )
     return Answer(
         cause=cause_of_first(facts),
         explanation=f"{told}, with the same bits; later ops that depend on the order differ",
-        advice="Restore the original order of these lines of code; sort a set, or the files of a folder, before you "
+        advice="Restore the original order of the code; sort a set, or the files of a folder, before you "
         "iterate over it",
     )
 

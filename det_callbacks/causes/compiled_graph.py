@@ -4,7 +4,7 @@ Example:
     Step 12, forward: compiled.Net_forward.graph in net differs, because of a recompilation, a
     graph break or different code; the inputs of the compiled region match, so the difference
     starts inside it. Run both in fresh processes, because earlier compilations affect the
-    graph; drop_last or dynamic=True avoid recompilation. TORCH_LOGS=recompiles,graph_breaks
+    graph; drop_last or dynamic=True avoids recompilation. TORCH_LOGS=recompiles,graph_breaks
     shows the reason. To find the op, record step 12 of both runs with compiled="eager" and
     only_steps=[12].
 """
@@ -22,7 +22,7 @@ def find(facts: Facts) -> Answer | None:
     return Answer(
         cause="structure",
         advice="Run both in fresh processes, because earlier compilations affect the graph; drop_last or dynamic=True "
-        "avoid recompilation. "
+        "avoids recompilation. "
         "TORCH_LOGS=recompiles,graph_breaks shows the reason. "
         f'To find the op, record step {step} of both runs with compiled="eager" and only_steps=[{step}]',
     )

@@ -2,8 +2,8 @@
 
 Example:
     Step 7, the first after resuming: the restored state differs (net.weight); no op caused it.
-    Compare the checkpoint with the one that was saved there (det-callbacks check-checkpoint),
-    and check what changes this state before the step. Checkpoints omit buffers with
+    Compare the checkpoint with the one originally saved (det-callbacks check-checkpoint), and
+    check what changes this state before the step. Checkpoints omit buffers with
     persistent=False: save them with on_save_checkpoint.
 """
 
@@ -25,7 +25,7 @@ def find(facts: Facts) -> Answer | None:
         names = listed(facts.unrestored)
         what = f"{SUBJECT['restored']} differs from the reference's state at the end of step {before} ({names})"
     advice = (
-        "Compare the checkpoint with the one that was saved there (det-callbacks check-checkpoint), and check "
+        "Compare the checkpoint with the one originally saved (det-callbacks check-checkpoint), and check "
         "what changes this state before the step"
     )
     found = [str(one.divergence.name) for one in facts.restored] or facts.unrestored

@@ -209,7 +209,7 @@ def _require_no_whole_run(run: Path) -> None:
         is_whole = True  # there is nothing to continue
     if is_whole:
         raise RunExistsError(
-            f"{run} holds a run already. Nothing was run or changed. Record to another folder, replace the run with "
+            f"{run} already holds a run. Nothing was run or changed. Record to another folder, replace the run with "
             "--overwrite, or verify against it with det-callbacks verify. To continue it from a checkpoint, add a "
             "DeterminismCallback to the script.",
             str(run),

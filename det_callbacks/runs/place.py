@@ -38,7 +38,7 @@ def make_room(path: Path, *, purpose: Purpose = "record", overwrite: bool = Fals
         return path
     if purpose == "verify" or not overwrite:
         raise RunExistsError(
-            f"{path} holds a run already ({', '.join(child.name for child in present[:4])}). Nothing was changed. "
+            f"{path} already holds a run ({', '.join(child.name for child in present[:4])}). Nothing was changed. "
             "Record to another folder, replace the run with overwrite=True (det-callbacks record: --overwrite), or "
             'verify against it (DeterminismCallback: mode="verify", ObserverContext: reference=...).',
             str(path),

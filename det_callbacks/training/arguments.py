@@ -99,7 +99,7 @@ class RunArguments:
         selection = self.selection
         got = f"got level={selection.level!r} and {selection.shown_steps}."
         if self.mode == "record" and self.replay and (selection.level != "op" or not selection.is_every_step):
-            needs = 'replay needs level="op" and every_n_steps=1, because it saves each output when an op produces it'
+            needs = 'replay needs level="op" and every_n_steps=1, because it saves outputs as ops produce them'
             raise SelectionError(f"{needs}; {got}")
         if self.mode == "record" and self.keep_tensors and selection.level != "op":
             instead = "Record the steps that matter at level op, for example only_steps=[812]."

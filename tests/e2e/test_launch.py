@@ -131,7 +131,7 @@ def test_a_refusal_of_ours_is_said_once_and_is_no_failure_of_the_script(run_comm
     done = run_command("record", "run", "--level", "state")
     assert (done.status, done.text) == (2, "")
     says = (
-        f"det-callbacks: {Path('run').absolute()} holds a run already. Nothing was run or changed. Record to another "
+        f"det-callbacks: {Path('run').absolute()} already holds a run. Nothing was run or changed. Record to another "
     )
     assert done.errors.startswith(f"{says}folder, replace the run with --overwrite, or verify")
     assert run_command("record", "run", "--level", "state", "--overwrite").status == 0
@@ -141,7 +141,7 @@ def test_a_refusal_of_ours_is_said_once_and_is_no_failure_of_the_script(run_comm
     done = run_command("record", "run", "--level", "state")
     assert (done.status, "training with" in done.text, "Traceback" in done.errors) == (2, True, False)
     assert done.text.count("(det-callbacks record: --overwrite)") == 1
-    assert "holds a run already" not in done.errors
+    assert "already holds a run" not in done.errors
     assert "failed with status" not in done.text + done.errors
     assert done.last == "det-callbacks record: failed (exit status 2)"
     done = run_command("check", "--level", "state", "--modules", "nothing", "--to", "home")
