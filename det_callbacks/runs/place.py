@@ -93,7 +93,15 @@ def _remove(children: Iterable[Path], *, ignore_errors: bool = False) -> None:
 
 def _is_left_by_kill(path: Path) -> bool:
     """Return whether the files are those of a process that was killed before it wrote run.json, so before a step."""
-    return not any((path / name).exists() for name in (MANIFEST, "verdict.json")) and not any(path.glob("*/*.parquet"))
+    return all(_holds_nothing(child) for child in _ours(path))
+
+
+def _holds_nothing(child: Path) -> bool:
+    if child.name in (PROGRAMS, SITES, LAYOUTS):
+        return child.is_dir() and not any(child.iterdir())
+    if child.name.startswith("rank-"):
+        return child.is_dir() and all(file.name.lstrip(".").startswith("attempt-") for file in child.iterdir())
+    return child.name.startswith(f".{MANIFEST}.")
 
 
 def _is_of_verification(path: Path) -> bool:

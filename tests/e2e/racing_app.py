@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.library import custom_op
 
 
-@torch.library.custom_op("app::sum_rows", mutates_args=())
+@custom_op("app::sum_rows", mutates_args=())
 def sum_rows(x: Tensor) -> Tensor:
     """Return the sum of each row; like a kernel with atomic adds, in a different order at each call."""
     order = random.SystemRandom().sample(range(x.shape[1]), x.shape[1])

@@ -230,12 +230,14 @@ def test_a_run_is_left_alone_unless_asked_and_only_our_own_names_are_deleted(tmp
     assert read_manifest(run).run_id == "ab12"
     (run / "run.json").unlink()
     assert make_room(run) == run
-    for name in ("programs/1.parquet", "sources/1.parquet", "verdict.json"):
-        (run / name).parent.mkdir(exist_ok=True)
-        (run / name).touch()
+    theirs = "programs/1.parquet", "sources/mine.py", "layouts/mine", "rank-00000/x", "report.html", "verdict.json"
+    for number, name in enumerate(theirs):
+        path = tmp_path / f"theirs-{number}"
+        (path / name).parent.mkdir(parents=True)
+        (path / name).touch()
         with pytest.raises(RunExistsError, match=name.partition("/")[0]):
-            make_room(run)
-        (run / name).unlink()
+            make_room(path)
+        assert (path / name).exists()
 
 
 def test_what_a_process_left_that_was_killed_before_its_run_json_is_in_nobodys_way(tmp_path):
