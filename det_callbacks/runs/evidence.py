@@ -12,7 +12,7 @@ import pyarrow as pa
 from det_callbacks.digest.host import digest_bytes, format_digest
 from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.runs.disk import AppendedFile
-from det_callbacks.runs.files import FORMAT_VERSION, damaged
+from det_callbacks.runs.files import FORMAT_VERSION, READ_ERRORS, damaged
 from det_callbacks.runs.stream import has_regular_end
 
 EVIDENCE_SCHEMA = pa.schema(
@@ -150,7 +150,7 @@ def read_evidence(path: Path, *, run_id: str, keep: Filter | None = None) -> Ite
     with path.open("rb") as file:
         try:
             stream = pa.ipc.open_stream(file)
-        except (pa.ArrowException, OSError, ValueError) as error:
+        except READ_ERRORS as error:
             if _was_killed_in_header(path, run_id):
                 return
             raise damaged(path, f"it does not begin like evidence ({error})") from error
@@ -162,7 +162,7 @@ def read_evidence(path: Path, *, run_id: str, keep: Filter | None = None) -> Ite
                 batch.validate(full=True)
             except StopIteration:
                 return
-            except (pa.ArrowException, OSError, ValueError):
+            except READ_ERRORS:
                 if file.read(1):
                     raise damaged(path, "a record batch in its middle cannot be read") from None
                 return  # a kill interrupted the write

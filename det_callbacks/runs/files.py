@@ -17,7 +17,10 @@ LAYOUTS = "layouts"
 SOURCES = "sources"
 NONDETERMINISTIC_FILE = "nondeterministic_ops.json"
 
-READ_ERRORS = (msgspec.MsgspecError, pa.ArrowException, OSError, ValueError, KeyError, TypeError, RecursionError)
+READ_ERRORS = (
+    *(msgspec.MsgspecError, pa.ArrowException, OSError, EOFError, ValueError, KeyError, TypeError, RecursionError),
+    MemoryError,  # a damaged length may be larger than the memory
+)
 """The errors that reading a damaged file may raise."""
 
 

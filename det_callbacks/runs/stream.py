@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from det_callbacks.digest.host import DIGEST_VERSION
-from det_callbacks.runs.files import FORMAT_VERSION, damaged
+from det_callbacks.runs.files import FORMAT_VERSION, READ_ERRORS, damaged
 from det_callbacks.runs.program import StepRecord, chain_digest
 
 STREAM_SCHEMA = pa.schema(
@@ -140,7 +140,7 @@ class StreamFile:
     def _check_header(self, file: BinaryIO, wanted: bytes) -> None:
         try:
             schema = pa.ipc.read_schema(pa.ipc.read_message(file))
-        except (pa.ArrowException, OSError, ValueError, EOFError) as error:
+        except READ_ERRORS as error:
             raise damaged(self.path, f"its header cannot be read ({error})") from error
         if not schema.equals(pa.ipc.read_schema(pa.py_buffer(wanted)), check_metadata=True):
             raise damaged(self.path, f"it is from a different run, place, version or kind ({schema.metadata})")

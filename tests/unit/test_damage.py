@@ -70,6 +70,8 @@ def verdict_in(output: str) -> dict[str, Any]:
     content = json.loads(output)
     unread = "the findings of the current run cannot be read"
     content["evidence"] = [line for line in content["evidence"] if not line.startswith(unread)]
+    # a file that lost only the marker of its end has every step
+    content["explanation"] = content["explanation"].partition(" The current run is incomplete")[0]
     return content
 
 

@@ -186,3 +186,17 @@ def test_evidence_that_a_kill_cut_in_its_header_is_none_and_in_a_whole_run_damag
         path.write_bytes(path.read_bytes()[:size])
         status, told = main(["findings", str(writer.path)]), "".join(capsys.readouterr())
         assert (status, "is damaged" in told, "may lack evidence" in told) == (2 * is_whole, is_whole, not is_whole)
+
+
+def test_evidence_with_a_length_beyond_all_memory_is_damaged(path):
+    writer = EvidenceWriter(path, run_id="ab12")
+    writer.append([Row(0, "start", "torch.cpu", 7)])
+    writer.close()
+    content = path.read_bytes()
+    with pa.ipc.open_stream(content) as stream:
+        header = len(stream.schema.serialize())
+    message = pa.ipc.read_message(content[header:])
+    length = content.index(struct.pack("<q", message.body.size), header)  # of the body, in the head of the message
+    path.write_bytes(content[: length + 7] + b"\x10" + content[length + 8 :])
+    with pytest.raises(ReferenceFormatError, match="a record batch in its middle cannot be read"):
+        list(read_evidence(path, run_id="ab12"))
