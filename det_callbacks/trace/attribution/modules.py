@@ -105,12 +105,15 @@ class ModuleStack(ModuleCalls):
         self._filters.insert(0, _NO_WARNING)
 
     def close(self) -> None:
-        if self._key is not None:
-            for hooks in (global_pre_hooks, global_hooks, always_called):
-                hooks.pop(self._key, None)
-            if _NO_WARNING in self._filters:
-                self._filters.remove(_NO_WARNING)
-        self._key = self._at_next = None
+        """Remove the hooks, if there are any."""
+        self._at_next = None
+        if self._key is None:
+            return
+        for hooks in (global_pre_hooks, global_hooks, always_called):
+            hooks.pop(self._key, None)
+        if _NO_WARNING in self._filters:
+            self._filters.remove(_NO_WARNING)
+        self._key = None
         self._here = _Here()
         self.clear()
 

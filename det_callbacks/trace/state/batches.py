@@ -16,8 +16,9 @@ from det_callbacks.internals.torch import without_dispatch
 from det_callbacks.runs.program import UNREAD
 from det_callbacks.trace.op.components import has_parts, holds_data
 from det_callbacks.trace.op.deferred_sites import DeferredSites
+from det_callbacks.trace.op.sites import SpecialInput
 from det_callbacks.trace.state.leaves import is_constant, leaves
-from det_callbacks.trace.state.named_sites import NamedSites
+from det_callbacks.trace.state.named_sites import Derived, DerivedEntry, Entry, NamedSites
 from det_callbacks.trace.step import Step
 
 MAX_SAMPLES = 1024  # samples of larger batches are not digested individually
@@ -45,22 +46,21 @@ def record_batch(step: Step, named: NamedSites, batch: Any) -> list[Samples]:
     Opaque objects are recorded by their type. Digests of samples on a device are known when the step is settled.
     """
     found: list[Samples] = []
+    entries: list[Entry | DerivedEntry] = []
     unread: dict[str, str] = {}
-    for name, tensor in leaves(batch, "batch", is_whole=True):
-        if not isinstance(tensor, Tensor | int | float):
-            if not is_constant(tensor):
-                unread.setdefault(f"{type(tensor).__module__}.{type(tensor).__qualname__}", name)
-            continue
-        named.group("batch", "data", [(name, tensor)], owner="", is_source=True)
-        if _has_samples(tensor):
-            bits = _digest_samples(step.deferred, tensor, found)
-            if tensor.shape[0] > 1:
-                named.bits("samples", "data", name, bits, role="samples")
+    for name, value in leaves(batch, "batch", is_whole=True):
+        if isinstance(value, Tensor | int | float):
+            entries.append((name, value))
+            if _has_samples(value):
+                bits = _digest_samples(step.deferred, value, found)
+                if value.shape[0] > 1:
+                    entries.append((SpecialInput("samples", name), Derived(bits, step.layouts.none)))
+        elif not is_constant(value):
+            unread.setdefault(f"{type(value).__module__}.{type(value).__qualname__}", name)
     for kind, name in unread.items():
-        slot = step.layouts.special(kind, (), UNREAD)
-        named.bits("unread", "data", name, 0, role="named", slot=slot)
+        entries.append((name, Derived(0, step.layouts.special(kind, (), UNREAD))))
         step.counts.opaque.add(f"{name} ({kind})")
-    step.deferred.end_group()
+    named.group("batch", "data", entries, owner="", is_source=True)
     return found
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,21 @@ from det_callbacks.trace.compiled.captures import GraphCaptures
 from det_callbacks.trace.op.call_graph import CallNode, CallRows
 from det_callbacks.trace.op.components import PLAIN, STRIDED, address_of, has_parts, holds_data, unwrapped
 from det_callbacks.trace.op.layouts import LayoutSlot
-from det_callbacks.trace.op.sites import owner_of
+from det_callbacks.trace.op.sites import SpecialInput, owner_of
 from det_callbacks.trace.op.storages import PartialWrites
 from det_callbacks.trace.state.generators import GeneratorTrail, process_generators
 from det_callbacks.trace.state.leaves import flatten
 from det_callbacks.trace.step import Step
 
+class Derived(NamedTuple):
+    """What was computed from a value in a group, or the layout of a value that cannot be read."""
+
+    bits: Bits
+    slot: LayoutSlot
+
+
 Entry = tuple[str, Tensor | int | float | bool]
+DerivedEntry = tuple[str | SpecialInput, Derived]
 
 
 class NamedSites:
@@ -56,7 +64,7 @@ class NamedSites:
         self,
         label: str,
         phase: str,
-        entries: Sequence[Entry],
+        entries: Sequence[Entry | DerivedEntry],
         *,
         owner: str | None = None,
         is_source: bool = False,
@@ -68,7 +76,7 @@ class NamedSites:
         """
         if self._captures.is_captured():
             return {}
-        names: list[str] = []
+        names: list[str | SpecialInput] = []
         reads: list[int | None] = []
         indices: list[int] = []
         spans: list[tuple[int, int]] = []  # in host memory
@@ -95,7 +103,7 @@ class NamedSites:
                 else:
                     others.append((len(names), value))
             elif not isinstance(value, Tensor):
-                slot = layouts.special(scalar_bits(value)[1])
+                slot = value.slot if isinstance(value, Derived) else layouts.special(scalar_bits(value)[1])
                 others.append((len(names), value))
             elif not holds_data(value):
                 continue
@@ -119,7 +127,7 @@ class NamedSites:
         first = step.num_sites
         digests = digest_spans(spans)
         for index, value in others:
-            bits = tensor_bits(value, step.deferred) if isinstance(value, Tensor) else scalar_bits(value)[0]
+            bits = value.bits if isinstance(value, Derived) else self._bits_of(value)
             digests.insert(index, step.deferred.defer(first + index, bits))
         step.digests.extend(digests)
         step.layout_indices.extend(indices)
@@ -128,12 +136,6 @@ class NamedSites:
                 step.ledger.write(value, position)
         step.deferred.end_group()
         return found
-
-    def bits(
-        self, label: str, phase: str, name: str, bits: Bits, *, role: Role, slot: LayoutSlot | None = None
-    ) -> None:
-        self._step_to(label, phase, "", [None], [name], role)
-        self._step.append_bits(self._step.deferred.defer(self._step.num_sites, bits), slot or self._step.layouts.none)
 
     def output(self, phase: str, module: str, name: str, tensor: Tensor) -> None:
         step = self._step
@@ -153,7 +155,7 @@ class NamedSites:
         phase: str,
         owner: str | None,
         reads: list[int | None],
-        names: Sequence[str],
+        names: Sequence[str | SpecialInput],
         role: Role = "named",
     ) -> None:
         def build(node: CallNode) -> None:
@@ -168,7 +170,12 @@ class NamedSites:
             (label, phase, scope_in(owner or "", recomputed=False), [], reads, names, len(names)), build
         )
 
-    def _row(self, phase: str, owner: str | None, role: Role, name: str) -> SiteRow:
+    def _bits_of(self, value: Tensor | int | float | bool) -> Bits:
+        return tensor_bits(value, self._step.deferred) if isinstance(value, Tensor) else scalar_bits(value)[0]
+
+    def _row(self, phase: str, owner: str | None, role: Role, name: str | SpecialInput) -> SiteRow:
+        if isinstance(name, SpecialInput):
+            role, name, _ = name
         key = (phase, owner, role, name)
         row = self._rows.get(key)
         if row is None:
