@@ -22,7 +22,7 @@ class StepTrace:
     unseen_writes: frozenset[int]
     values: Mapping[int, str]
     _make_layout: Callable[[], Layout]
-    _places: Mapping[int, int] | None = None  # if several threads ran: order of arrival of a site -> position
+    _positions: Mapping[int, int] | None = None  # of each site by its order of arrival, if several threads ran
     checked: frozenset[int] | None = None  # see ``StepView``
 
     @property
@@ -32,7 +32,7 @@ class StepTrace:
 
     def place_of(self, number: int) -> int:
         """Return the position of the n-th recorded site."""
-        return number if self._places is None else self._places[number]
+        return number if self._positions is None else self._positions[number]
 
     def view(self, *, rank: int = 0, step: int = 0, epoch: int = 0, chain: int = 0, segment: int = 0) -> StepView:
         """Return the step opened for a comparison."""

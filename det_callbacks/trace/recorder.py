@@ -190,10 +190,10 @@ class Recorder:
         step = self.step
         deferred = step.deferred
         digests = step.digests
-        mark = len(digests)  # position of the call's first site, and where to roll back to
+        first_site = len(digests)  # position of the call's first site, and where to roll back to
         consts: list[Any] = []
         reads: list[int] = []
-        names: list[InputName] = []
+        input_names: list[InputName] = []  # one for each new input site
         ledger = step.ledger
         writers = ledger.writers
         is_functional = plan.is_functional
@@ -203,37 +203,37 @@ class Recorder:
             if plan.is_overwrite:
                 self.collectives.note_copy(plan, args)
                 for _, value in plan.inputs(args, kwargs):
-                    self._reads.gather(value, consts, reads, names)
+                    self._reads.gather(value, consts, reads, input_names)
             else:
                 for value in (*args, *kwargs.values()) if kwargs else args:
-                    kind = value.__class__
+                    value_class = value.__class__
                     # an ordinary tensor has one storage; `writer` is an int if one site wrote all of it
-                    if kind in PLAIN and value.layout is STRIDED:
+                    if value_class in PLAIN and value.layout is STRIDED:
                         storage = value.untyped_storage()
                         writer = writers.get(storage_address(storage))
                         if writer.__class__ is int:
                             reads.append(writer)
                         elif writer is None:
-                            self._reads.read_first(value, storage, reads, names)
+                            self._reads.read_first(value, storage, reads, input_names)
                         else:
-                            self._reads.read(value, reads, names)
-                    elif kind in _SCALARS:
+                            self._reads.read(value, reads, input_names)
+                    elif value_class in _SCALARS:
                         consts.append(value)
                     else:
-                        self._reads.gather(value, consts, reads, names)
+                        self._reads.gather(value, consts, reads, input_names)
             if plan.draws_random:
-                self._reads.read_generator(args, kwargs, reads, names)
+                self._reads.read_generator(args, kwargs, reads, input_names)
             if self._reads.unwritten:
-                self._reads.read_unwritten(plan, args, kwargs, reads, names)
+                self._reads.read_unwritten(plan, args, kwargs, reads, input_names)
             if not is_functional and (expected is not None or deferred.is_used):
                 written = written_arguments(plan, args, kwargs)
                 if expected is not None:
-                    was_changed = self._unseen_writes.look_before(plan, written, args, kwargs, mark, phase)
+                    was_changed = self._unseen_writes.look_before(plan, written, args, kwargs, first_site, phase)
                 if deferred.is_used:
                     deferred.before_writes(written)
             out = plan.call(*args, **kwargs)
         except BaseException:  # including Ctrl-C: the user may catch it and continue the step
-            self._reads.roll_back(mark)
+            self._reads.roll_back(first_site)
             raise
 
         # what the call wrote
@@ -253,46 +253,47 @@ class Recorder:
         if self.output_hooks.every:
             out, outputs = self.output_hooks.call(plan, phase, scope, out, outputs, args, kwargs)
 
-        if plan.is_overwrite:  # what the op reads does not identify the tensor it writes
-            names += names_of_written(places, phase, plan, outputs)
-
         # which call it is: the predicted one if op, inputs, place and arguments agree; else the graph looks it up
         graph = step.graph
-        if names:
-            written_by = graph.labels_of(reads, mark, self._reads.row_edges)
+        if input_names:
+            labels_read = graph.labels_of(reads, first_site, self._reads.row_edges)
             position = len(digests)  # position of the next site, after the input sites
         else:
-            written_by = [*map(graph.label_at, reads)]
-            position = mark
-        node = graph.at.likely
+            labels_read = [*map(graph.label_at, reads)]
+            position = first_site
+        names = input_names
+        if plan.is_overwrite:  # what the op reads does not identify the tensor it writes
+            names = [*input_names, *names_of_written(places, phase, plan, outputs)]
+        likely = graph.at.likely
         if (
-            node is None
-            or node.func is not func  # a different op
-            or node.reads != written_by  # different inputs
-            or node.scope is not scope  # a different module or forward op
-            or node.phase is not phase
-            or node.names != names  # different names of its input sites, or of what it overwrites
-            or node.num_outputs != len(outputs)
-            or node.made.step == graph.step  # the step has this call already
-            or (kwargs and node.keywords != tuple(kwargs))
-            or (  # different constants; numbers may change, and ``takes`` stores the new ones
-                (node.consts != consts or (node.exact is not None and node.exact != repr(consts)))
-                and not graph.takes(node, consts)
+            likely is not None
+            and likely.func is func
+            and likely.reads == labels_read
+            and likely.scope is scope
+            and likely.phase is phase
+            and likely.names == names
+            and likely.num_outputs == len(outputs)
+            and likely.shared.step != graph.step  # not yet in this step
+            and (not kwargs or likely.keywords == tuple(kwargs))
+            and (
+                (likely.consts == consts and (likely.exact is None or likely.exact == repr(consts)))
+                or graph.takes(likely, consts)  # keeps other numbers, and refuses other constants
             )
         ):
+            node = likely
+            node.previous = graph.at
+            node.shared.step = graph.step
+            graph.at = node
+            graph.labels += node.shared.labels
+        else:
             if outputs and not any(holds_data(output) for output in outputs):
-                self._reads.roll_back(mark)
+                self._reads.roll_back(first_site)
                 step.counts.skipped["no_data"] += 1
                 return out
-            call = (func, phase, scope, consts, written_by, names, len(outputs), tuple(kwargs))
+            call = (func, phase, scope, consts, labels_read, names, len(outputs), tuple(kwargs))
             build = partial(build_op, graph, places, self._reads, plan, args, kwargs, outputs)
             node = graph.go_to(call, reads, build, partial(source_of, scope))
-        else:
-            node.previous = graph.at
-            node.made.step = graph.step
-            graph.at = node
-            graph.labels += node.made.labels
-        if names:
+        if input_names:
             self._reads.row_edges = []
         step.counts.num_digested += 1
         if phase != "optimizer" and (phase != "backward" or _is_grad_enabled() or scope.recomputed):
@@ -304,45 +305,47 @@ class Recorder:
             digests.append(node.bits)
             indices.append(step.layouts.tags[node.tag].index)
             position += 1
-        first = position  # position of the first output
+        first_output = position
         slots = step.layouts.slots
         # in other phases, the parts are determined by those of the forward pass
-        parts = parts_of_arguments(args, kwargs, places.names.offset_in) if phase == "forward" else ()
+        parts_read = parts_of_arguments(args, kwargs, places.names.offset_in) if phase == "forward" else ()
         for output in outputs:
             if output.__class__ in PLAIN and output.layout is STRIDED and not output.is_nested:
-                key: tuple[Any, ...] = (output.dtype, output.shape, output.stride())
-                if parts:
-                    key = (*key, parts)
-                slot = slots.get(key)
+                layout: tuple[Any, ...] = (output.dtype, output.shape, output.stride())
+                if parts_read:
+                    layout = (*layout, parts_read)
+                slot = slots.get(layout)
                 if slot is None:
-                    slot = step.layouts.add_strided(key)
+                    slot = step.layouts.add_strided(layout)
                 storage = output.untyped_storage()
                 if is_functional:
-                    address = pin_storage(storage)
-                    ledger.pins.append(address)
-                    writers[address] = position
+                    pinned = pin_storage(storage)
+                    ledger.pins.append(pinned)
+                    writers[pinned] = position
                 elif (
                     slot.is_dense
                     and storage.nbytes() == slot.num_bytes
-                    and (address := storage_address(storage)) in writers
+                    and (known_storage := storage_address(storage)) in writers
                 ):
-                    writers[address] = position
+                    writers[known_storage] = position
                 else:
                     ledger.write(output, position)
-                if slot.is_raw and output.is_cpu and (address := address_of(output)):
-                    digests.append(digest_memory(address, slot.num_bytes))
+                if slot.is_raw and output.is_cpu and (data := address_of(output)):
+                    digests.append(digest_memory(data, slot.num_bytes))
                 else:
                     digests.append(deferred.digest(position, output, slot))
                 indices.append(slot.index)
             else:
-                self._append_special(output, parts, is_fresh=is_functional)
+                self._append_special(output, parts_read, is_fresh=is_functional)
             position += 1
         if not is_functional:
             deferred.end_read()
         if plan.draws_random:
-            self.generators.note_draw(first)
+            self.generators.note_draw(first_output)
         if expected is not None:
-            self._unseen_writes.compare(expected, mark, first, plan, args, kwargs, reads, was_changed=was_changed)
+            self._unseen_writes.compare(
+                expected, first_site, first_output, plan, args, kwargs, reads, was_changed=was_changed
+            )
         return out
 
     def _ordered(self, program: Program, digests: np.ndarray) -> StepTrace:
@@ -354,22 +357,23 @@ class Recorder:
         order, sites = canonical_order(calls, reads, program.sites, self.strands.all, modules, digests.tolist())
         program = Program.of(sites, **program.counts, text=program.text)
         digests = digests[order]
-        places = {number: position for position, number in enumerate(order)}
-        return self._trace(program, digests, [step.layout_indices[number] for number in order], places)
+        positions = {number: position for position, number in enumerate(order)}
+        return self._trace(program, digests, [step.layout_indices[number] for number in order], positions)
 
     def _trace(
         self,
         program: Program,
         digests: np.ndarray,
         indices: list[int],
-        places: Mapping[int, int] | None = None,
+        positions: Mapping[int, int] | None = None,
     ) -> StepTrace:
+        """Return the trace; ``positions`` has the position of each site by its order of arrival, if they differ."""
         unseen, checked = frozenset[int](), None
         if (expected := self._expected) is not None:
             unseen, checked = frozenset(expected.unseen_writes), expected.checked(program.id)
-        if places is not None:
-            unseen = frozenset(places[number] for number in unseen)
-            checked = None if checked is None else frozenset(places[number] for number in checked)
+        if positions is not None:
+            unseen = frozenset(positions[number] for number in unseen)
+            checked = None if checked is None else frozenset(positions[number] for number in checked)
         return StepTrace(
             program=program,
             digests=digests,
@@ -378,7 +382,7 @@ class Recorder:
             checked=checked,
             values=self.step.graph.values,
             _make_layout=partial(self.step.layouts.layout, indices),
-            _places=places,
+            _positions=positions,
         )
 
     def _append_special(self, output: Any, parts: Parts, *, is_fresh: bool) -> None:

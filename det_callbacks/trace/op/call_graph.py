@@ -41,7 +41,7 @@ class OpScope:
 
 
 @dataclass(slots=True, eq=False)
-class CallRows:
+class SharedRows:
     """The rows of a call, at most once in a step; calls that differ only in what they read share them."""
 
     rows: tuple[SiteRow, ...] = ()
@@ -54,12 +54,12 @@ class _Alike:
     """The rows of calls that have the same op, place and sites, but read different sites."""
 
     is_named: bool  # whether their rows have names, which distinguish the calls
-    all: list[CallRows] = field(default_factory=list)
-    readers: dict[int, list[CallRows]] = field(default_factory=dict)  # by label read
+    all: list[SharedRows] = field(default_factory=list)
+    readers: dict[int, list[SharedRows]] = field(default_factory=dict)  # by label read
     step: int = 0
     num_used: int = 0  # leading entries of ``all`` used in that step
 
-    def unused(self, step: int, phase: str, reads: Sequence[int]) -> CallRows | None:
+    def unused(self, step: int, phase: str, reads: Sequence[int]) -> SharedRows | None:
         """Return rows for a new call that this step has not used yet, or None if the caller has to make them.
 
         Rows that read one of the same labels come first. If there are none, an optimizer's call concerns another
@@ -77,7 +77,7 @@ class _Alike:
             self.num_used += 1
         return self.all[self.num_used] if self.num_used < len(self.all) else None
 
-    def keep(self, made: set[CallRows]) -> None:
+    def keep(self, made: set[SharedRows]) -> None:
         """Forget all rows except these, between two steps."""
         self.all = [one for one in self.all if one in made]
         readers, self.readers = self.readers, {}
@@ -108,7 +108,7 @@ class CallNode:
     positions: Sequence[int | None] = ()
     sites: tuple[Site, ...] = ()
     edges: Sequence[Sequence[int]] = ()
-    made: CallRows = field(default_factory=CallRows)
+    shared: SharedRows = field(default_factory=SharedRows)
     num_read: tuple[int, ...] = ()  # number of rows that each row reads
     read: tuple[int, ...] = ()  # the labels of the rows read, row by row
     source: tuple[str, ...] = ()
@@ -124,7 +124,7 @@ class CallNode:
     @property
     def key(self) -> Hashable:
         """Op, place and rows: equal for calls that differ only in what they read."""
-        return self.func, self.phase, self.scope, self.made.rows
+        return self.func, self.phase, self.scope, self.shared.rows
 
     @property
     def module(self) -> str:
@@ -134,7 +134,7 @@ class CallNode:
     @property
     def num_bytes(self) -> int:
         """Estimated size, without the rows, which calls share."""
-        return _BYTES_OF_CALL + _BYTES_OF_ITEM * (len(self.made.rows) + len(self.read) + len(self.reads))
+        return _BYTES_OF_CALL + _BYTES_OF_ITEM * (len(self.shared.rows) + len(self.read) + len(self.reads))
 
     def chain(self) -> "Iterator[CallNode]":
         """Yield this call, then the others with the same hash."""
@@ -235,7 +235,7 @@ class CallGraph:
                 last = call
             if last is not None:
                 last.other = None
-        made = {call.made for call in kept}
+        made = {call.shared for call in kept}
         for alike in self._alike.values():
             alike.keep(made)
         self._alike = {key: alike for key, alike in self._alike.items() if alike.all}
@@ -268,7 +268,7 @@ class CallGraph:
         reads = self.labels_of(positions, len(self.labels), edges)
         call = (func, phase, scope, consts, reads, *rest)
         node = self.at.likely
-        if node is not None and node.made.step != self.step and node.is_call(call) and self.takes(node, consts):
+        if node is not None and node.shared.step != self.step and node.is_call(call) and self.takes(node, consts):
             return self.advance(node)
         return self.go_to(call, positions, build)
 
@@ -292,7 +292,7 @@ class CallGraph:
         node = last = self._calls.get(key)
         lines = None if source is None or reads or scope.recomputed or node is None else source()
         while node is not None and not (
-            node.made.step != self.step
+            node.shared.step != self.step
             and node.is_call(call)
             and (lines is None or node.source == lines)
             and self.takes(node, consts)
@@ -312,28 +312,28 @@ class CallGraph:
     def advance(self, node: CallNode) -> CallNode:
         """Make a call the current one."""
         node.previous = self.at
-        node.made.step = self.step
-        self.labels += node.made.labels
+        node.shared.step = self.step
+        self.labels += node.shared.labels
         self.at = node
         return node
 
     def _settle(self, node: CallNode) -> None:
         """Give a new node its rows, and label them."""
         sites, node.sites = node.sites, ()
-        rows = node.made.rows or tuple(map(self._row_of, sites))
+        rows = node.shared.rows or tuple(map(self._row_of, sites))
         edges = node.edges or [site.inputs for site in sites]
         node.edges = ()
         reads = [label for label in node.reads if label is not None and label >= 0]
-        node.made = CallRows(rows=rows)
+        node.shared = SharedRows(rows=rows)
         key = node.key
         alike = self._alike.get(key) or _Alike(is_named=any(row.site.name for row in rows))
         likely = self.at.likely
-        if likely is None or likely.made.step == self.step or likely.key != key:
+        if likely is None or likely.shared.step == self.step or likely.key != key:
             made = alike.unused(self.step, node.phase, reads) if rows else None
         else:
-            made = likely.made
+            made = likely.shared
         if made is None:
-            made = CallRows(rows=rows, labels=range(self._num_labels, self._num_labels + len(rows)))
+            made = SharedRows(rows=rows, labels=range(self._num_labels, self._num_labels + len(rows)))
             self._num_labels += len(rows)
             alike.all.append(made)
         if rows:
@@ -342,7 +342,7 @@ class CallGraph:
             readers = alike.readers.setdefault(label, [])
             if made not in readers:
                 readers.append(made)
-        node.made = made
+        node.shared = made
         node.num_read = tuple(map(len, edges))
         first, own = len(self.labels), made.labels
         node.read = tuple([self.labels[at] if at < first else own[at - first] for one in edges for at in one])
@@ -413,7 +413,7 @@ class CallGraph:
         skipped = {"view": counts.num_views, **counts.skipped}
         num_read, read = self._edges(key)
         return Program(
-            rows=tuple(chain.from_iterable([call.made.rows for call in key])),
+            rows=tuple(chain.from_iterable([call.shared.rows for call in key])),
             num_read=num_read,
             read=read,
             ops_seen=counts.num_digested + sum(skipped.values()),
@@ -438,7 +438,7 @@ class CallGraph:
         for call in calls:
             given = [label for label in call.reads if label is not None]
             found.append([positions[label] if label >= 0 else first - 1 - label for label in given])
-            first += len(call.made.labels)
+            first += len(call.shared.labels)
         return found
 
 

@@ -146,14 +146,14 @@ class UndigestedOps:
             or node.func is not func
             or node.scope is not scope
             or node.phase is not phase
-            or node.made.labels
-            or node.made.step == graph.step
+            or node.shared.labels
+            or node.shared.step == graph.step
         ):
             call: tuple[Any, ...] = (func, phase, scope, [], [], [], 0)
             node = graph.go_to(call, [], partial(self._build, plan), partial(source_of, scope))
         else:
             node.previous = graph.at
-            node.made.step = graph.step
+            node.shared.step = graph.step
             graph.at = node
         self._places.backward.register(node)
 

@@ -19,7 +19,7 @@ from det_callbacks.trace.attribution.names import Place, has_place, place_of
 from det_callbacks.trace.attribution.places import Places
 from det_callbacks.trace.collectives import Collectives
 from det_callbacks.trace.compiled.captures import GraphCaptures
-from det_callbacks.trace.op.call_graph import CallNode, CallRows
+from det_callbacks.trace.op.call_graph import CallNode, SharedRows
 from det_callbacks.trace.op.components import PLAIN, STRIDED, address_of, has_parts, holds_data, unwrapped
 from det_callbacks.trace.op.layouts import LayoutSlot
 from det_callbacks.trace.op.sites import SpecialInput, owner_of
@@ -27,6 +27,7 @@ from det_callbacks.trace.op.storages import PartialWrites
 from det_callbacks.trace.state.generators import GeneratorTrail, process_generators
 from det_callbacks.trace.state.leaves import flatten
 from det_callbacks.trace.step import Step
+
 
 class Derived(NamedTuple):
     """What was computed from a value in a group, or the layout of a value that cannot be read."""
@@ -83,6 +84,7 @@ class NamedSites:
         others: list[tuple[int, Any]] = []
         sources: list[Any] = []
         found: dict[Place, str] = {}
+        name: Any
         value: Any
         step = self._step
         layouts, writers = step.layouts, step.ledger.writers
@@ -163,7 +165,7 @@ class NamedSites:
             if parameters != self._parameters:
                 self._parameters = parameters
                 self._rows.clear()
-            node.made = CallRows(rows=tuple([self._row(phase, owner, role, name) for name in names]))
+            node.shared = SharedRows(rows=tuple([self._row(phase, owner, role, name) for name in names]))
             node.edges = _by_row(reads)
 
         self._step.graph.step_to(
@@ -175,7 +177,7 @@ class NamedSites:
 
     def _row(self, phase: str, owner: str | None, role: Role, name: str | SpecialInput) -> SiteRow:
         if isinstance(name, SpecialInput):
-            role, name, _ = name
+            role, name = name.role, name.name or ""
         key = (phase, owner, role, name)
         row = self._rows.get(key)
         if row is None:

@@ -114,8 +114,8 @@ class _Ordering:
         keys = self._keys(digests)
         position = 0
         for call, given in zip(calls, reads_of_calls, strict=True):
-            positions = [*range(position, position + len(call.made.rows))]
-            position += len(call.made.rows)
+            positions = [*range(position, position + len(call.shared.rows))]
+            position += len(call.shared.rows)
             rest = [at for at in positions if self._rows[at].role not in _READ_FIRST or not call.reads]
             for at in positions:
                 if at not in rest:
