@@ -9,6 +9,7 @@ from models import Workload, train_once
 
 from det_callbacks import HashMode, TrainingRun
 from det_callbacks.runs.writer import RunWriter
+from det_callbacks.trace.compiled.replaced import REPLACED
 
 
 class Ours:
@@ -27,6 +28,7 @@ class Ours:
         self._mode = HashMode(workload.model, level=level)
         self._mode.optimizers = [optimizer]
         self._writer = RunWriter.create(folder, manifest={"selection": {"level": level}, "environment": {}})
+        REPLACED.follow(self)  # as a run does from its start to its end, so that no step has to
 
     def start_step(self, batch: object) -> None:
         self._mode.begin(batch=batch)
@@ -49,6 +51,7 @@ class Ours:
     def close(self) -> None:
         self._bytes_of_others = self._writer.bytes_written - self._bytes_of_first
         self._writer.close(complete=True)
+        REPLACED.unfollow(self)
 
     def figures(self) -> dict[str, float]:
         """Return what the last step consisted of, and what all but the first take on disk; call it when closed."""
