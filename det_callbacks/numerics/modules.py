@@ -324,7 +324,6 @@ class _Side:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Return whether torch.compile made a module or one of its submodules."""
     return any(isinstance(part, dynamo.optimized_module()) for part in module.modules())
 
 
@@ -366,7 +365,6 @@ def _default_loss(leaves: list[Any], seed: int) -> Tensor | None:
 
 
 def _call_of(inputs: Inputs, iteration: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and keyword arguments of an iteration."""
     if callable(inputs) and not isinstance(inputs, Tensor):
         inputs = inputs(iteration)
     if isinstance(inputs, Mapping):

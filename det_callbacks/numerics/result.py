@@ -199,7 +199,6 @@ class NumericsError(DetCallbacksError, AssertionError):
 
 
 def _text(report: NumericsReport) -> str:
-    """Return a report as plain text: the outcome, where to look first, and the differences."""
     title = "EQUAL" if report.equal else "WITHIN TOLERANCE" if report.close else "BEYOND TOLERANCE"
     deciding = [found for found in report.comparisons if found.decides]
     others, beyond = sum(not found.equal for found in deciding), sum(not found.close for found in deciding)

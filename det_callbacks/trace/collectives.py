@@ -283,7 +283,6 @@ def _is_done(work: Any) -> bool:
 
 
 def _sent_tensors(base: str, given: dict[str, Any], group: "dist.ProcessGroup | None") -> list[Tensor]:
-    """Return the tensors that this rank contributes."""
     op = base.partition(".")[2]
     has_root = op.startswith(("broadcast", "scatter"))  # only the root contributes
     is_other = group is not None and given.get("root_rank", given.get("src")) != group.rank()

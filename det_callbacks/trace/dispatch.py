@@ -64,7 +64,6 @@ class DispatchMode(TorchDispatchMode):
         return self._handle is not None
 
     def turn_off(self) -> None:
-        """Pass on all ops from now on."""
         self._handle = None
 
     def take_apart(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -99,7 +98,6 @@ class DispatchMode(TorchDispatchMode):
         return self.describe_top()
 
     def describe_top(self) -> str:
-        """Return the class of the innermost mode."""
         return type(current_mode()).__name__
 
 

@@ -220,7 +220,6 @@ class HashMode:
             self._listener.mode.recorder = None
 
     def unpause(self) -> None:
-        """Resume recording after ``pause``."""
         if self._listener.mode is not None:
             self._listener.mode.recorder = self.recorder
 

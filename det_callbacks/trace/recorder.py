@@ -155,7 +155,6 @@ class Recorder:
         return len(self.step.digests)
 
     def op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an op and record it."""
         # how to record calls of this op; ``UndigestedOps`` runs most ops without sites
         plan = self.plans.known.get(id(func)) or self.plans.of(func)
         if plan.kind is not _DIGEST:

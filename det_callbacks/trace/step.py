@@ -59,12 +59,10 @@ class Step:
         return slot
 
     def append_bits(self, bits: int, slot: LayoutSlot) -> None:
-        """Append a site with known bits."""
         self.digests.append(bits)
         self.layout_indices.append(slot.index)
 
     def append_value(self, value: Any) -> None:
-        """Append the bits of a tensor or number."""
         if isinstance(value, Tensor):
             self.append(value)
         else:
@@ -88,7 +86,6 @@ class Step:
         return self.layouts.order[self.layout_indices[position]]
 
     def writers_of(self, tensor: Tensor) -> list[int]:
-        """Return the sites in this step that wrote a tensor's bytes."""
         if not has_parts(tensor):
             return self.ledger.writers_of(tensor)
         return sorted({writer for part in parts_of(tensor) for writer in self.ledger.writers_of(part)})
@@ -105,7 +102,6 @@ class Step:
         self.graph.step_to((label, phase, scope, [], [], [], 0), lambda node: None)
 
     def roll_back(self, mark: int) -> None:
-        """Drop the sites from a position on."""
         self.deferred.roll_back(mark)
         del self.digests[mark:]
         del self.layout_indices[mark:]

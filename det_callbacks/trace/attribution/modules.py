@@ -88,7 +88,6 @@ class ModuleStack(ModuleCalls):
         self._filters: list[Any] = []
 
     def open(self) -> None:
-        """Register the hooks."""
         self._here.is_own = True
         self._has_refreshed = False
         if self._root is not None and not self._scopes:

@@ -32,7 +32,6 @@ class GraphCaptures:
             self._step.run_unseen(GRAPH, *self._places.now())
 
     def is_capturing(self) -> bool:
-        """Return whether the current stream is capturing a CUDA graph."""
         return bool(self.begun) and torch.cuda.is_current_stream_capturing()
 
     def is_captured(self) -> bool:

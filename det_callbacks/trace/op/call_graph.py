@@ -128,7 +128,6 @@ class CallNode:
 
     @property
     def module(self) -> str:
-        """Qualified name of the module that the call belongs to."""
         return self.scope.module
 
     @property
@@ -310,7 +309,6 @@ class CallGraph:
         return self.advance(node)
 
     def advance(self, node: CallNode) -> CallNode:
-        """Make a call the current one."""
         node.previous = self.at
         node.shared.step = self.step
         self.labels += node.shared.labels

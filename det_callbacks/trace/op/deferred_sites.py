@@ -91,7 +91,6 @@ class DeferredSites(DeferredDigests):
                 self.before_write(part.untyped_storage())
 
     def roll_back(self, mark: int) -> None:
-        """Drop the sites from a position on."""
         while self.bits and next(reversed(self.bits)) >= mark:
             self.bits.popitem()
 
@@ -112,7 +111,6 @@ class DeferredSites(DeferredDigests):
         self._sees_writes = False
 
     def discard(self) -> None:
-        """Drop the deferred sites, at the end of a step."""
         super().discard()
         self.bits.clear()
         self._asked.clear()

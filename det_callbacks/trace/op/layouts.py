@@ -122,7 +122,6 @@ class LayoutTable:
         return slot
 
     def layout_id(self, indices: list[int]) -> int:
-        """Return the id of the layout with these slots."""
         for known, identity in self._known:
             if known == indices:
                 return identity

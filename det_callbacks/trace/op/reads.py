@@ -127,7 +127,6 @@ class Reads:
         self.read(tensor, reads, names)
 
     def gather(self, value: Any, consts: list[Any], reads: list[int], names: list[InputName]) -> None:
-        """Collect an argument of any kind."""
         if isinstance(value, Tensor):
             self.read(value, reads, names)
         elif isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
@@ -142,7 +141,6 @@ class Reads:
     def read_generator(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], reads: list[int], names: list[InputName]
     ) -> None:
-        """Add a site for the state of the generator that a call draws from."""
         step = self._step
         name, generator = generator_of(args, kwargs, self._generators.homes)
         position = len(step.digests)

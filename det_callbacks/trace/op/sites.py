@@ -134,5 +134,4 @@ def _names_of_arguments(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def arguments_json(arguments: Mapping[str, Any]) -> str:
-    """Return named arguments as a JSON object."""
     return json.dumps({name: plain_value(value) for name, value in arguments.items()}, separators=(",", ":"))

@@ -185,7 +185,6 @@ class StorageLedger:
         return [] if known is None else [known]
 
     def drop_from(self, position: int) -> None:
-        """Forget the sites from a position on, after an op raised."""
         for address, known in list(self.writers.items()):
             if isinstance(known, PartialWrites):
                 known.writes = [write for write in known.writes if write[1] < position]
@@ -193,7 +192,6 @@ class StorageLedger:
                 del self.writers[address]
 
     def close(self) -> None:
-        """Forget all writers and unpin all addresses."""
         self.is_invalidated = False
         self.in_flight.clear()
         self.writers.clear()
@@ -203,7 +201,6 @@ class StorageLedger:
 
 
 def region_of(tensor: Tensor) -> Region:
-    """Return the bytes of its storage that a strided tensor covers."""
     if tensor.is_nested:
         return Region(0, tensor.untyped_storage().nbytes())
     low = int(tensor.storage_offset()) * tensor.itemsize

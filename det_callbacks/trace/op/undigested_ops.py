@@ -40,7 +40,6 @@ class UndigestedOps:
         self._copying.clear()
 
     def run(self, plan: OpPlan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an op whose kind is not ``DIGEST``: a view, an allocation, a collective."""
         step = self._step
         if plan.kind is OpKind.VIEW:
             step.counts.num_views += 1
@@ -110,7 +109,6 @@ class UndigestedOps:
         return out
 
     def mark_in_flight(self, tensors: Iterable[Tensor], devices: Iterable[torch.device]) -> None:
-        """Record that devices are copying into host tensors."""
         step = self._step
         step.counts.skipped["in_flight"] += 1
         self._copying.update(devices)

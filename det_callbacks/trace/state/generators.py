@@ -146,7 +146,6 @@ class Ledger:
             self._rows = [(*row[:2], IDLE, row[3]) if row[1] == name else row for row in self._rows]
 
     def note(self, point: str, name: str, value: int = 0, text: str = "") -> None:
-        """Note another value at a point."""
         self._rows.append((point, name, value, text))
 
     def note_tensor(self, point: str, name: str, tensor: Tensor) -> None:
