@@ -23,7 +23,7 @@ import numpy as np
 from det_callbacks.runs.program import ArgumentTag, Program, Site, SiteRow, argument_bits
 from det_callbacks.trace.attribution.source import read_text
 
-MAX_BYTES = 48 << 20  # estimated size of the calls; a step that begins with more forgets those of earlier programs
+MAX_BYTES = 48 << 20  # estimated size of the calls; a step that begins with more forgets them all
 MAX_PROGRAM_ROWS = 200_000  # in all kept programs, about 30 bytes each
 MAX_TEXT = 4_000_000  # characters of arguments; later ones have a digest only
 
@@ -76,14 +76,6 @@ class _Alike:
         while self.num_used < len(self.all) and self.all[self.num_used].step == step:
             self.num_used += 1
         return self.all[self.num_used] if self.num_used < len(self.all) else None
-
-    def keep(self, made: set[SharedRows]) -> None:
-        """Forget all rows except these, between two steps."""
-        self.all = [one for one in self.all if one in made]
-        readers, self.readers = self.readers, {}
-        for label, rows in readers.items():
-            if left := [one for one in rows if one in made]:
-                self.readers[label] = left
 
 
 @dataclass(slots=True, eq=False, repr=False)  # calls link to each other in a circle
@@ -173,19 +165,10 @@ class CallGraph:
         self.values: dict[int, str] = {}  # digest of the numbers of a call -> their JSON text
         self._num_characters = 0
         self.text: dict[str, tuple[str, ...]] = {}  # see ``Program.text``; bounded by the code that calls ops
-        self.step = 0
-        self.num_nodes = 0
-        self.num_bytes = 0
-        self._limit = MAX_BYTES
-        self._num_labels = 0
-        self._calls: dict[int, CallNode] = {}  # hash of everything except the arguments -> newest call
-        self._site_rows: dict[Site, dict[tuple[str, ...], SiteRow]] = {}
         self._sources: dict[tuple[str, ...], tuple[str, ...]] = {}  # shared by calls; bounded like ``text``
-        self._alike: dict[Hashable, _Alike] = {}  # by op, place and rows
-        self._programs: OrderedDict[tuple[CallNode, ...], Program] = OrderedDict()
-        self._has_strayed = True  # whether a call since the last program was not the likely one
-        self._last: tuple[CallNode, Program] | None = None  # the last program and its last call
-        self._root = _root()
+        self.step = 0
+        self._limit = MAX_BYTES
+        self._forget()
         self._start()
 
     def _start(self) -> None:
@@ -194,58 +177,31 @@ class CallGraph:
         self.label_at = self.labels.__getitem__
 
     def begin(self) -> None:
-        """Start a step; forget the calls of earlier programs if all calls together exceed the limit."""
+        """Start a step; forget the calls of all earlier steps if together they exceed the limit."""
         self.step += 1
-        self._start()
+        if self.num_bytes > self._limit:
+            # the last step alone may exceed MAX_BYTES
+            self._limit = max(MAX_BYTES, self._bytes_of_step() * 4 // 3)
         if self.num_bytes > self._limit:
             self._forget()
+        self._start()
+
+    def _bytes_of_step(self) -> int:
+        calls = self.calls()
+        rows = {row for call in calls for row in call.shared.rows}
+        return sum(call.num_bytes for call in calls) + _BYTES_OF_ROW * len(rows)
 
     def _forget(self) -> None:
-        """Keep the calls of the last program, and of earlier ones up to three quarters of the limit."""
-        programs, self._programs = self._programs, OrderedDict()
-        kept: set[CallNode] = set()
+        self.num_nodes = 0
         self.num_bytes = 0
-        while programs:
-            calls, program = programs.popitem()
-            new = set(calls) - kept
-            num_bytes = sum(call.num_bytes for call in new)
-            if kept and self.num_bytes + num_bytes > MAX_BYTES * 3 // 4:
-                break
-            kept |= new
-            self.num_bytes += num_bytes
-            self._programs[calls] = program
-            self._programs.move_to_end(calls, last=False)
-        self.num_nodes = len(kept)
-        self._last = None
-        for call in (self._root, *kept):
-            call.previous = None
-            if call.likely not in kept:
-                call.likely = None
-        calls_by_hash, self._calls = self._calls, {}
-        for key, first in calls_by_hash.items():
-            last: CallNode | None = None
-            for call in first.chain() if first.other else (first,):
-                if call not in kept:
-                    continue
-                if last is None:
-                    self._calls[key] = call
-                else:
-                    last.other = call
-                last = call
-            if last is not None:
-                last.other = None
-        made = {call.shared for call in kept}
-        for alike in self._alike.values():
-            alike.keep(made)
-        self._alike = {key: alike for key, alike in self._alike.items() if alike.all}
-        rows = {row for one in made for row in one.rows}
-        for site, by_source in [*self._site_rows.items()]:
-            self._site_rows[site] = {source: row for source, row in by_source.items() if row in rows}
-            if not self._site_rows[site]:
-                del self._site_rows[site]
-        self.num_bytes += _BYTES_OF_ROW * len(rows)
-        # the last program alone may exceed MAX_BYTES
-        self._limit = max(MAX_BYTES, self.num_bytes * 4 // 3)
+        self._num_labels = 0
+        self._calls: dict[int, CallNode] = {}  # hash of everything except the arguments -> newest call
+        self._site_rows: dict[Site, dict[tuple[str, ...], SiteRow]] = {}
+        self._alike: dict[Hashable, _Alike] = {}  # by op, place and rows
+        self._programs: OrderedDict[tuple[CallNode, ...], Program] = OrderedDict()
+        self._has_strayed = True  # whether a call since the last program was not the likely one
+        self._last: tuple[CallNode, Program] | None = None  # the last program and its last call
+        self._root = _root()
 
     def labels_of(
         self, reads: Sequence[int | None], mark: int, edges: Sequence[Sequence[int]] = ()
