@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from det_callbacks.digest.components import SPARSE_PARTS
 from det_callbacks.internals.torch import (
-    COO_PARTS,
     FakeTensor,
     FunctionalTensor,
     is_transformed,
@@ -18,12 +18,6 @@ from det_callbacks.internals.torch import (
 
 PLAIN = frozenset({Tensor, nn.Parameter})  # classes that compute no attribute in Python
 STRIDED = torch.strided
-_BY_ROWS, _BY_COLUMNS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
-_SPARSE_PARTS = {
-    torch.sparse_coo: COO_PARTS,
-    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), _BY_ROWS),
-    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), _BY_COLUMNS),
-}
 address_of: Callable[[Tensor], int] = Tensor.data_ptr  # bypasses a subclass's method
 
 
@@ -70,7 +64,7 @@ def parts_of(tensor: Tensor) -> Iterator[Tensor]:
             yield tensor
         return
     with without_dispatch():  # a user's dispatch mode must not see us read the parts
-        parts = [getattr(tensor, name)() for name in _SPARSE_PARTS.get(tensor.layout, ())]
+        parts = [getattr(tensor, name)() for name in SPARSE_PARTS.get(tensor.layout, ())]
     yield from parts
 
 
