@@ -121,6 +121,7 @@ class Collectives:
             step.counts.skipped["in_flight"] += 1
 
     def site_of(self, name: SpecialInput) -> Site:
+        """Return the collective's site for the input row ``name``; the caller sets its ``inputs``."""
         site: Site = self._deliveries[name.key[1]].site
         return site
 

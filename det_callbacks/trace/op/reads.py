@@ -1,8 +1,8 @@
 """What a call reads: the sites that wrote its inputs, and an input site for each input that no site wrote."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
@@ -23,25 +23,10 @@ from det_callbacks.trace.tables.overloads import OpPlan, tensors_read
 _ELEMENTWISE = ("aten._foreach_", "aten._fused_")
 
 
-class Deliveries(Protocol):
-    """What ``Reads`` needs from the collectives."""
-
-    def read(
-        self, tensor: Tensor, numbers: Sequence[int], edges: Sequence[int], reads: list[int], names: list[InputName]
-    ) -> None:
-        """Make the row of a tensor that collectives wrote, at its first read."""
-
-    def site_of(self, name: SpecialInput) -> Site:
-        """Return the collective's site for the input row ``name``; the caller sets its ``inputs``."""
-
-    def wait(self, tensor: AsyncCollectiveTensor) -> None:
-        """Wait for a functional collective before its result is read."""
-
-
 class Reads:
     """Collects the reads of each call; the recorder handles the common case itself."""
 
-    collectives: Deliveries  # set by the recorder before the first step
+    collectives: Any  # ``Collectives``, which imports this module; the recorder sets it before the first step
 
     def __init__(self, step: Step, places: Places, generators: GeneratorTrail) -> None:
         self._step, self._places, self._generators = step, places, generators
