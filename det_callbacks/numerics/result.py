@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -86,11 +86,10 @@ class TensorComparison:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data; an infinite excess is the text "inf"."""
         excess = self.excess if math.isfinite(self.excess) else "inf"
-        known = None if self.measure is None else replace(self.measure, excess=0.0)
-        content = as_json(replace(self, excess=0.0, measure=known))
-        if known is not None:
-            content["measure"]["excess"] = excess
-        return {**content, "close": self.close, "excess": excess}
+        content = {**asdict(self), "close": self.close, "excess": excess}
+        if self.measure is not None:
+            del content["measure"]["excess"]  # the same number
+        return as_json(content)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
