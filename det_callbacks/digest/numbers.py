@@ -5,10 +5,6 @@ backwards. ``m(i) = i`` for ``i >= 0``, else ``m(i) = -2**(n-1) - i``, makes one
 neighbouring numbers are neighbouring integers (Bruce Dawson, "Comparing Floating Point Numbers", 2012). The distance of
 two numbers in ULPs is ``abs(m(a) - m(b))``: 1 for neighbours, and 0 for the two zeros, although their bits differ. The
 distance of integers is their difference.
-
-Near zero, ULPs mean little: 1e-9 and -1e-9 are two billion float32 numbers apart. So ``measure``, which distinguishes
-rounding from a change, takes ULPs and relative errors at the magnitude of an element, or at the root mean square of the
-tensor if that is larger.
 """
 
 import re
