@@ -45,7 +45,6 @@ class Classification:
     since: tuple[tuple[int, int] | None, ...] = ()  # segment and step of each rank's first difference
 
     def ranks(self, side: Side) -> tuple[int, ...]:
-        """Return the ranks on one side."""
         return tuple(rank for rank, known in enumerate(self.sides) if known == side)
 
     @property

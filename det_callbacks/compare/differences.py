@@ -159,7 +159,6 @@ class StepDifference:
         )
 
     def finding(self, row: int) -> Finding:
-        """Return a differing row with the facts for its explanation."""
         reference_place, current_place = self.pairs[row]
         layouts = None
         if self._other_layout[row]:
@@ -214,7 +213,6 @@ class StepDifference:
         return self._by_row(*(np.arange(len(program)) < num_leading_sites(program) for program in programs))
 
     def sites_read(self, row: int) -> list[Site]:
-        """Return the sites that a row reads."""
         return [self.side(row)[0].sites[place] for place in self.site(row).inputs]
 
     def _lines_of_reader(self, row: int) -> tuple[str, ...]:
@@ -290,7 +288,6 @@ class StepDifference:
         return {row: self._start(row) for row in self.rows[~self.fed[self.rows]].tolist()}
 
     def start(self, row: int) -> Start:
-        """Return where the difference at a row starts."""
         return self.starts.get(row, "read")
 
     def starting(self, start: Start) -> list[int]:

@@ -57,7 +57,6 @@ class Window:
     scripted: tuple[str, ...] = ()  # modules that are, or contain, TorchScript
 
     def batch(self, step: int) -> dict[str, Row]:
-        """Return the rows of a step's batch, by name."""
         return {row.name: row for row in self.rows if row.step == step and row.point == BATCH}
 
     def samples(self, step: int) -> list[int]:
@@ -292,7 +291,6 @@ def _read_rows(
 
 
 def compare_windows(reference: Window, current: Window, step: int) -> Evidence:
-    """Return the evidence from two windows on the same step."""
     states = (row for row in current.rows if row.point != BATCH and not row.text and not row.name.startswith(SEED))
     generators = dict.fromkeys(row.name for row in states)
     found = (_generator_change(reference, current, step, name) for name in generators)

@@ -57,7 +57,6 @@ class Facts:
 
     @cached_property
     def first(self) -> Finding:
-        """The first difference."""
         return self.difference.finding(next(iter(self.difference.kinds)))
 
     @cached_property
@@ -150,7 +149,6 @@ class Facts:
 
     @property
     def has_other_data(self) -> bool:
-        """Whether the batch differs."""
         return "data" in self.source_phases
 
     @property
@@ -172,7 +170,6 @@ class Facts:
 
     @property
     def data_change(self) -> DataChange:
-        """How the batch differs."""
         batch = self.evidence.batch
         if batch.is_loaded_alike is True:
             return "transformed"
@@ -271,7 +268,6 @@ class Facts:
 
     @property
     def explaining_choice(self) -> EnvironmentDifference | None:
-        """The setting that explains the first difference."""
         explaining = filter(self._is_explained_by, self.choices)
         return next(explaining, None) or self.model_choice
 

@@ -38,7 +38,6 @@ class MetricDifference:
 
     @property
     def kind(self) -> Kind:
-        """The verdict's word."""
         reference, current = self.values
         if reference is None or current is None:
             return "extra" if reference is None else "missing"
@@ -79,13 +78,11 @@ class MetricDifference:
 
     @property
     def cause(self) -> Cause:
-        """The verdict's word."""
         known = self.known_reason[0]
         is_explained = known == "unknown" and self.is_after_gap and earlier_choice(self.choices) is not None
         return "settings" if is_explained or self.explaining_choice is not None else known
 
     def divergence(self) -> Divergence:
-        """Return the divergence of the metric."""
         reference, current = self.values
         known = current if current is not None else reference
         assert known is not None, "one run has it"
@@ -118,7 +115,6 @@ class MetricComparison:
         self._is_common = is_common
 
     def begin(self, segment: int, reference: Readings) -> None:
-        """Begin a fit, with the reference's readings of it."""
         self.end()
         self._segment = segment
         self._pending = dict(reference.by_key)

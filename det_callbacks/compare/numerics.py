@@ -220,7 +220,6 @@ class _Carried:
         self._carried: list[_Error] = []
 
     def note(self, positions: Sequence[int], row: _Row) -> None:
-        """Take over what was measured."""
         if (known := row.measure) is not None:
             relative, absolute = (inf if size is None else size for size in (known.relative, known.absolute))
             self._known.update(dict.fromkeys(positions, _Error(relative, absolute)))
@@ -247,8 +246,6 @@ class _Carried:
 
 
 class _StepNumerics:
-    """The numerics of one step of one rank."""
-
     def __init__(
         self,
         views: Sequence[StepView],

@@ -49,7 +49,6 @@ class RankFindings:
     whole: list[WholeSteps] = field(default_factory=list)
 
     def add_whole(self, kind: Literal["missing", "extra"], segment: int, steps: Collection[int]) -> None:
-        """Add the steps of a fit that only one run has."""
         if steps:
             known = {"first": min(steps), "last": max(steps), "count": len(steps)}
             self.whole.append(WholeSteps(rank=self.rank, segment=segment, kind=kind, **known))
@@ -135,7 +134,6 @@ class RankWalk:
         return "unrecorded" if step and not is_recorded else ""
 
     def views(self, rank: int, segment: int, step: int) -> tuple[StepView, StepView]:
-        """Return a step of both runs."""
         return self.reference.view(rank, segment, step), self.current.view(rank, segment, step)
 
     def _count_equal(self, tally: Tally, rank: int, segment: int, fit: Fit, num_equal: int) -> None:

@@ -51,7 +51,6 @@ class Tally:
         self.opaque_regions.update(program.opaque_regions)
 
     def add(self, other: "Tally") -> None:
-        """Add the counts of another rank."""
         for name in ("num_steps", "num_sites", "num_differing", "ops_seen", "ops_digested", "num_metrics"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self._include(*(other.steps or ()))
@@ -118,7 +117,6 @@ class RankRecord:
 
 
 def record_path(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's record."""
     return folder / rank_folder(rank) / RECORD_FILE
 
 

@@ -33,5 +33,4 @@ class StepCounter:
 
 
 def compare_steps(reference: StepView, current: StepView) -> StepDifference:
-    """Return how a step differs from the reference's."""
     return StepDifference(reference, current, align(reference, current))

@@ -48,7 +48,6 @@ class Series:
 
     @property
     def is_constant(self) -> bool:
-        """Whether all steps have the same bits."""
         return bool((self.digests == self.digests[0]).all())
 
 
@@ -99,14 +98,12 @@ class FitFacts:
 
     @cached_property
     def programs(self) -> list[tuple[Program, list[StepRecord]]]:
-        """The programs of these steps, each with its steps."""
         by_program: dict[int, list[StepRecord]] = {}
         for record in self.records:
             by_program.setdefault(record.program_id, []).append(record)
         return [(self.run.program(identity), records) for identity, records in by_program.items()]
 
     def layout(self, record: StepRecord) -> Layout:
-        """Return the layout of a step."""
         return self.run.layout(record.layout_id)
 
     def series(self, key: SiteKey, *, takes_first: bool = False) -> dict[str, Series]:
@@ -173,7 +170,6 @@ class FitFacts:
 
     @property
     def loaders(self) -> list[str]:
-        """The names of the loaders."""
         return [name.removeprefix("type of ") for name in self.settings if name.startswith("type of ")]
 
     def iterations(self, loader: str) -> list[list[Drawn]]:

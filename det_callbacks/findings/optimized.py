@@ -18,7 +18,6 @@ class OptimizedParameters:
 
 
 def parameters_of(fit: FitFacts) -> OptimizedParameters:
-    """Return which parameters the optimizers of a fit have."""
     always: dict[str, list[str]] = {}
     last: dict[str, list[str]] = {}
     for row in fit.rows:

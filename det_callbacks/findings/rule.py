@@ -51,14 +51,12 @@ def of_one_process(look: Callable[[FitFacts], Found | None]) -> Callable[[Fits],
 
 
 def found_in(*fits: FitFacts, steps: Iterable[int], names: Iterable[str], explanation: str, advice: str) -> Found:
-    """Return the finding of these processes."""
     ranks = tuple(fit.rank for fit in fits)
     first_and_last = ends(steps)
     return Found(ranks=ranks, steps=first_and_last, names=tuple(names), explanation=explanation, advice=advice)
 
 
 def ends(steps: Iterable[int]) -> tuple[int, int]:
-    """Return the first and the last of some steps."""
     numbers = [int(step) for step in steps]
     return min(numbers), max(numbers)
 

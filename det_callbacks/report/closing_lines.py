@@ -17,14 +17,12 @@ MAX_FINDINGS, MAX_DIFFERENCES = 30, 10  # rows of an audit of ops, and lines on 
 
 
 def progress_word(*, num_steps: int, num_differing: int, is_recording: bool) -> str:
-    """Return how far a run is, for a progress bar."""
     if num_differing:
         return f"{count(num_steps, 'step')}, {count(num_differing, 'site')} differ"
     return f"{count(num_steps, 'step')} {'recorded' if is_recording else 'match'}"
 
 
 def level_words(level: str, compiled: str, regions: Collection[str]) -> str:
-    """Return the level of a run, and how it ran compiled code."""
     words = ["compiled code ran as eager code, with different kernels"] * (compiled == "eager")
     words += [f"seen only from outside: {listed(sorted(regions))}"] if regions else []
     return f"{level} ({'; '.join(words)})" if words else level
@@ -78,7 +76,6 @@ def nothing_recorded_text(*, path: Path, selected: str) -> str:
 
 
 def verified_line(verdict: Verdict, *, level: str, report: Path | None = None) -> str:
-    """Return the closing line of a verification."""
     number = verdict.counts.sites_differing
     differing = f", {count(number, 'site')} differing" if verdict.counts.sites_compared else f", {number} differing"
     shown = "" if report is None else f"; report: {report}"
@@ -176,7 +173,6 @@ def replicas_text(report: "ReplicaReport") -> str:
 
 
 def replicas_line(report: "ReplicaReport", *, num_audits: int, has_differed: bool) -> str:
-    """Return the closing line of a fit whose replicas were compared."""
     verb = ("agree again" if has_differed else "agree") if report.equal else "differ"
     return (
         f"det_callbacks: replicas {verb}: {count(num_audits, 'audit')} of {count(report.num_compared, 'tensor')} on "

@@ -32,14 +32,11 @@ class Table:
     is_wide: bool = False  # one line a row without a terminal, for other programs
 
     def is_number(self, column: int) -> bool:
-        """Return whether a column holds numbers."""
         return any(type(row[column]) is int for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """One part of a report."""
-
     title: str = ""
     style: str = "bold"  # style of the title
     lines: Sequence[str] = ()  # sentences
@@ -56,7 +53,6 @@ def make_console(*, stderr: bool = False) -> Console:
 
 
 def to_text(report: Sequence[Section]) -> str:
-    """Return a report as plain text."""
     buffer = io.StringIO()
     print_report(report, Console(file=buffer, highlight=False, width=MAX_WIDTH, no_color=True))
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()).strip("\n")

@@ -15,12 +15,10 @@ FINDINGS_SCHEMA = 1
 
 
 def findings_to_dict(path: Path, findings: Sequence[Finding]) -> dict[str, Any]:
-    """Return the JSON of ``det-callbacks findings``."""
     return {"schema": FINDINGS_SCHEMA, "run": str(path), "findings": [as_json(finding) for finding in findings]}
 
 
 def findings_report(findings: Sequence[Finding]) -> list[Section]:
-    """Return a row for each finding."""
     if not findings:
         return []
     columns = ("finding", "ranks", "steps", "what, and what to do")

@@ -21,7 +21,6 @@ def broken_report(here: Installation) -> list[Section]:
 
 
 def versions_line(here: Installation, names: Iterable[str]) -> str:
-    """Return these packages with their versions."""
     return ", ".join(f"{name} {here.versions[name] or 'not installed'}" for name in names)
 
 

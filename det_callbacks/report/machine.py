@@ -98,7 +98,6 @@ _FILLING = (
 
 
 def doctor_report(diagnosis: "Diagnosis") -> list[Section]:
-    """Return the settings, what to add, and what differs from a reference."""
     facts, against, missing = diagnosis.facts, diagnosis.against, diagnosis.missing
     place = f"{facts['cpu.model']} ({facts['torch.cpu_capability']}), {facts['cuda']}"
     versions = {name.removesuffix(".version"): fact for name, fact in facts.items() if name.endswith(".version")}

@@ -18,7 +18,6 @@ def explain_metric(metric: MetricDifference) -> str:
 
 
 def metric_lines(metric: MetricDifference) -> tuple[str, ...]:
-    """Return the evidence of a metric, one fact per line."""
     where = _reading(metric)
     return tuple(
         f"{name}, {where}: {reference} in the reference, {current} in the current run"

@@ -35,7 +35,6 @@ def numerics_report(numerics: Numerics, *, lists_all: bool) -> list[Section]:
 
 
 def numerics_sentence(numerics: Numerics) -> str:
-    """Return the conclusion in one sentence."""
     jump, worst = numerics.first_jump, numerics.worst
     if worst is None:
         return f"No difference: the numbers of all {count(len(numerics.sites), 'site')} are equal."

@@ -18,7 +18,6 @@ HEAD = 10  # rows shown from either end of a long table
 
 
 def run_to_dict(run: Run, rank: RankRun) -> dict[str, Any]:
-    """Return identity, selection, and a row for each step of a rank."""
     readings = [(segment, one) for segment in run.segments for one in read_metrics(run, segment).by_key.values()]
     found = first_nonfinite(run)
     return {
@@ -42,7 +41,6 @@ def run_to_dict(run: Run, rank: RankRun) -> dict[str, Any]:
 
 
 def step_to_dict(view: StepView) -> dict[str, Any]:
-    """Return one step, with a row for each site."""
     program = view.program
     sites = []
     for position, (site, entry, bits) in enumerate(_sites(view)):
@@ -64,7 +62,6 @@ def _sites(view: StepView) -> Iterator[tuple[Site, TensorLayout | None, str]]:
 
 
 def head_lines(run: Run) -> list[str]:
-    """Return the lines that describe a run."""
     chosen = run.manifest.selection.to_dict()
     shown = ", ".join(f"{name} {value}" for name, value in chosen.items() if value is not None)
     state = "complete" if run.is_complete else f"INCOMPLETE: {run.incomplete_reason}"
@@ -103,7 +100,6 @@ def run_report(run: Run, rank: RankRun) -> list[Section]:
 
 
 def step_report(view: StepView) -> list[Section]:
-    """Return the sites of a step."""
     record, program = view.record, view.program
     place = f"step {record.step} (epoch {record.epoch}, rank {view.rank})"
     line = f"{place}: {count(len(program), 'site')}, {ops_text(program)}"

@@ -12,7 +12,6 @@ MAX_ENTRIES = 20  # entries of a checkpoint that a message names
 
 
 def checkpoint_report(report: "CheckpointReport") -> list[Section]:
-    """Return the result of a check."""
     num_entries, two = count(sum(report.sections.values()), "entry"), f"{report.path} and {report.other}"
     if report.entries and report.other is not None:
         title = f"{two} differ in {count(len(report.entries), 'entry')}"
@@ -31,7 +30,6 @@ def checkpoint_report(report: "CheckpointReport") -> list[Section]:
 
 
 def mismatch_text(report: "CheckpointReport") -> str:
-    """Return what is wrong with a checkpoint, what was still right, and what to do."""
     num_compared = sum(report.sections.values())
     lines = [f"{report.path} does not match what was saved."]
     lines += [f"  {line}" for line in at_most(MAX_ENTRIES, [*map(_difference, report.entries)])]

@@ -35,7 +35,6 @@ _SOURCE_PHASES = ("state", "data", "rng", "input")
 
 
 def verdict_lines(verdict: Verdict) -> str:
-    """Return a verdict as plain text."""
     return to_text(verdict_report(verdict))
 
 
@@ -91,7 +90,6 @@ def disagreement_text(verdict: Verdict, *, path: Path, num_agreed: int, num_drop
 
 
 def verdict_report(verdict: Verdict) -> list[Section]:
-    """Return the whole report."""
     return [*head_report(verdict), *details_report(verdict, lists_all=False)]
 
 
@@ -132,7 +130,6 @@ def details_report(verdict: Verdict, *, lists_all: bool) -> list[Section]:
 
 
 def environment_table(differences: Sequence[EnvironmentDifference]) -> Table:
-    """Return a row for each differing entry of the environment."""
     columns = ("name", "reference", "current", "kind", "can change bits")
     rows = [(one.name, str(one.reference), str(one.current), *_kind(one)) for one in differences]
     return Table(columns=columns, rows=rows)
@@ -179,7 +176,6 @@ def _call(divergence: Divergence) -> str:
 
 
 def _source_text(verdict: Verdict) -> list[str]:
-    """Return the recorded source text of the first divergence, if there is any."""
     first = verdict.first_divergence
     if first is None or not first.source:
         return []

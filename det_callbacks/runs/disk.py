@@ -83,7 +83,6 @@ class AppendedFile:
             self._file = path.open("wb" if is_new else "ab", buffering=0)
 
     def write(self, content: bytes) -> int:
-        """Append a message; return its length."""
         num_bytes = len(content)
         with writing(self._path):
             if self.is_broken:
@@ -100,7 +99,6 @@ class AppendedFile:
 
     @property
     def closed(self) -> bool:
-        """Whether the file is closed."""
         return self._file.closed
 
     def __enter__(self) -> Self:

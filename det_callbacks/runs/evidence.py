@@ -86,7 +86,6 @@ class NondeterministicOp:
 
 
 def evidence_path(stream: Path) -> Path:
-    """Return the path of the evidence next to a stream of steps."""
     return stream.with_name(f"{stream.name.removesuffix('.arrows')}.evidence.arrows")
 
 
@@ -100,20 +99,17 @@ class EvidenceWriter:
         self._stream = pa.ipc.new_stream(self._file, _schema_of(run_id), options=options)
 
     def append(self, rows: Sequence[Row]) -> None:
-        """Add the rows of a step."""
         self._rows.extend(rows)
         if len(self._rows) >= ROWS_PER_BATCH:
             self.flush()
 
     def flush(self) -> None:
-        """Write the appended rows."""
         rows, self._rows = self._rows, []
         if rows:
             batch = pa.record_batch([*map(list, zip(*rows, strict=True))], schema=EVIDENCE_SCHEMA)
             self._stream.write_batch(batch, custom_metadata={_DIGEST: _digest_batch(batch)})
 
     def close(self) -> None:
-        """Write the rest and close the file."""
         with self._file:
             if not self._file.is_broken:
                 self.flush()

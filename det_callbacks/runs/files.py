@@ -25,7 +25,6 @@ READ_ERRORS = (
 
 
 def damaged(path: Path, what: object) -> ReferenceFormatError:
-    """Return the error for a damaged file."""
     return ReferenceFormatError(
         f"{path} is damaged: {what}. Other files of the run were not checked; record the run again, or restore this "
         "file from a copy.",
@@ -39,12 +38,10 @@ def table_path(folder: Path, kind: str, identity: int) -> Path:
 
 
 def table_name(identity: int) -> str:
-    """Return the name of the file of a program, a layout or a table of sites."""
     return f"{format_digest(identity)}.parquet"
 
 
 def rank_folder(rank: int) -> str:
-    """Return the name of a process's folder."""
     return f"rank-{rank:05d}"
 
 

@@ -83,12 +83,10 @@ class Readings:
 
 
 def metrics_path(stream: Path) -> Path:
-    """Return the path of the metrics next to a stream of steps."""
     return stream.with_name(f"{stream.name.removesuffix('.arrows')}.metrics.jsonl")
 
 
 def append_reading(path: Path, reading: Reading, *, run_id: str) -> None:
-    """Add a reading to a file."""
     with AppendedFile(path, is_new=False) as file:
         file.write(seal(reading, run_id=run_id) + b"\n")
 

@@ -45,11 +45,9 @@ class OpPattern:
 
     @staticmethod
     def exactly(phase: str, module: str, op: str) -> str:
-        """Return the pattern of the ops at one place."""
         return f"{escape(phase)}/{escape(module)}:{escape(op)}"
 
     def matches(self, phase: str, module: str, op: str) -> bool:
-        """Return whether the pattern matches an op at this place."""
         return fnmatchcase(op, self.op) and fnmatchcase(module, self.module) and fnmatchcase(phase, self.phase)
 
 

@@ -97,7 +97,6 @@ class SiteRow:
 
     @classmethod
     def of(cls, site: Site) -> "SiteRow":
-        """Return the row of a site."""
         source = tuple(map(without_surrogates, site.source))
         if site.occurrence or site.inputs or site.source != source:
             site = replace(site, occurrence=0, inputs=(), source=source)
@@ -169,7 +168,6 @@ class Program:
 
     @property
     def counts(self) -> dict[str, Any]:
-        """The counts of its ops."""
         return {name: getattr(self, name) for name in ("ops_seen", "ops_digested", "ops_skipped", "opaque_regions")}
 
     @cached_property
@@ -276,7 +274,6 @@ def entry_digest(entry: TensorLayout | None) -> int:
 
 
 def layout_id(entry_digests: Sequence[int] | np.ndarray) -> int:
-    """Return the id of a layout from the digests of its entries."""
     return digest_bytes(np.asarray(entry_digests, dtype="<u8").tobytes())
 
 

@@ -73,7 +73,6 @@ class Selection:
 
     @property
     def is_every_step(self) -> bool:
-        """Whether no step is left out."""
         return self.every_n_steps == 1 and self.only_steps is None
 
     @property
@@ -87,11 +86,9 @@ class Selection:
         return [pattern for pattern in self.modules if not pattern.startswith(_LEFT_OUT)]
 
     def selects_module(self, module: str) -> bool:
-        """Return whether ops of this module are selected."""
         return any(fnmatchcase(module, pattern) for pattern in self._module_patterns)
 
     def selects_metric(self, name: str) -> bool:
-        """Return whether a logged metric is recorded."""
         left_out = [pattern.removeprefix(_LEFT_OUT) for pattern in self.modules if pattern.startswith(_LEFT_OUT)]
         return not any(fnmatchcase(name, pattern) for pattern in left_out)
 
@@ -100,7 +97,6 @@ class Selection:
         return phase not in PHASES or phase in self.phases
 
     def selects_step(self, step: int) -> bool:
-        """Return whether this step is recorded."""
         return step % self.every_n_steps == 0 if self.only_steps is None else step in self.only_steps
 
     def check_modules(self, names: Sequence[str]) -> None:
@@ -114,5 +110,4 @@ class Selection:
                 )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form."""
         return as_json(self)

@@ -35,7 +35,6 @@ class StepTrace:
         return number if self._positions is None else self._positions[number]
 
     def view(self, *, rank: int = 0, step: int = 0, epoch: int = 0, chain: int = 0, segment: int = 0) -> StepView:
-        """Return the step opened for a comparison."""
         record = StepRecord(step, epoch, self.program.id, self.layout_id, self.digests, chain, segment)
         return StepView(
             rank, record, self.program, self.layout, self.unseen_writes, lambda: self.values, checked=self.checked
@@ -67,7 +66,6 @@ class Expectation:
 
     @classmethod
     def of(cls, digests: np.ndarray, program_id: int | None = None) -> "Expectation":
-        """Return the expectation of a recorded step."""
         return cls(array("Q", np.ascontiguousarray(digests, dtype=np.uint64).tobytes()), program_id)
 
     def differs(self, position: int, digest: int) -> bool:

@@ -46,7 +46,6 @@ class RankRun:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps in all fits."""
         return sum(len(fit) for fit in self._fits.values())
 
     @property
@@ -63,7 +62,6 @@ class RankRun:
         return self._steps[segment].copy() if segment in self._steps else np.zeros(0, dtype=np.int64)
 
     def chain(self, segment: int, step: int) -> int:
-        """Return the chain at a step."""
         return int(self._fits[segment].chains[self._index(segment, step)])
 
     def chain_before(self, segment: int, step: int) -> int:
@@ -167,7 +165,6 @@ class Run:
         return self._ranks[rank]
 
     def nondeterministic_ops(self, rank: int) -> list[NondeterministicOp]:
-        """Return the ops without a deterministic implementation that a process called."""
         path = self.path / files.rank_folder(rank) / files.NONDETERMINISTIC_FILE
         return read_json(path, list[NondeterministicOp]) if path.exists() else []
 
@@ -178,7 +175,6 @@ class Run:
         return tuple(enumerate(lines, start=max(1, int(place.rpartition(":")[2]) - 1))) if lines else ()
 
     def view(self, rank: int, segment: int, step: int) -> StepView:
-        """Return a step opened for comparison."""
         record = self.rank(rank).read(segment, step)
         program, layout = self.program(record.program_id), self.layout(record.layout_id)
         if not len(program) == len(layout) == len(record.digests):

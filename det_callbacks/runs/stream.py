@@ -81,7 +81,6 @@ def has_regular_end(path: Path) -> bool:
 
 
 def make_fit(rows: Sequence[tuple[int, ...]] = ()) -> Fit:
-    """Return a fit of some steps."""
     return np.array(list(rows), dtype=_ROW).view(np.recarray)
 
 

@@ -113,7 +113,6 @@ class RunWriter:
 
     @property
     def stream(self) -> Path:
-        """The file that steps are appended to."""
         return self._streams[-1]
 
     @property
@@ -154,7 +153,6 @@ class RunWriter:
             self._layouts[layout.id] = len(layout)
 
     def has_layout(self, identity: int) -> bool:
-        """Return whether a layout has been written."""
         return identity in self._layouts
 
     def append(self, step: int, epoch: int, program_id: int, layout_id: int, digests: np.ndarray) -> int:
@@ -172,7 +170,6 @@ class RunWriter:
         return chain
 
     def put_evidence(self, rows: Sequence[Row]) -> None:
-        """Write evidence for a step of this fit."""
         if self._evidence is None:
             self._evidence = EvidenceWriter(evidence_path(self.stream), run_id=self.manifest.run_id)
         self._evidence.append(rows)
@@ -227,7 +224,6 @@ class RunWriter:
             self._open_stream()
 
     def start_segment(self) -> None:
-        """Continue with the steps of another fit of this process."""
         self._retake_lock()
         finished = self._file
         self.segment += 1

@@ -13,7 +13,6 @@ _DREW = {
 
 
 def batch_lines(facts: Facts) -> list[str]:
-    """Return the evidence of a batch that differs, one finding a line."""
     tensors = [item for item in facts.sources if item.divergence.phase == "data"]
     if not tensors:
         return []
