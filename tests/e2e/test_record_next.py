@@ -1,13 +1,11 @@
 """From two recordings at level state to the step, and from what the verdict says to record next to the op."""
 
-import shlex
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from faults import below
 from fits import Fit, Steady
-from hydra import compose, initialize_config_module
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from resumes import RESUMING
 
@@ -37,11 +35,6 @@ def test_what_is_to_be_recorded_next_names_the_op_and_then_the_numbers(tmp_path)
     lines = [line.strip() for line in verdict_lines(verdict).splitlines()]
     assert [line for line in lines if "to see where it starts, record step 14 again on both sides and compare" in line]
     assert {'in Python  level="op", only_steps=[14]', "on the command line  --level=op --only-steps=14"} <= {*lines}
-    (overrides,) = [line.split("in Hydra")[1] for line in lines if "in Hydra" in line]
-    with initialize_config_module("det_callbacks.conf", version_base="1.3"):
-        own = ["+determinism=record", "determinism.reference=refs/again"]
-        chosen = compose(overrides=[*own, *shlex.split(overrides)]).callbacks.determinism
-    assert (chosen.level, chosen.only_steps) == ("op", [FAULT])
 
     for folder in ("ops", "numbers"):
         places = tmp_path / folder / "good", tmp_path / folder / "bad"
