@@ -54,14 +54,6 @@ def compare_environments(reference: Environment, current: Environment) -> tuple[
             continue
         if has_other_optimizer and len(known) == 1 and name.startswith(f"{OPTIMIZER}."):
             continue
-        if name == ARGUMENTS and all(isinstance(value, list) for value in values):
-            reference_words, current_words = values
-            values = [
-                [word for word in reference_words if word not in current_words],
-                [word for word in current_words if word not in reference_words],
-            ]
-            if values == [[], []]:  # the same in a different order
-                continue
         differences.append(
             EnvironmentDifference(
                 name=name,
