@@ -239,11 +239,8 @@ def check(options: argparse.Namespace) -> int:
     home = new_folder(options.to, "determinism-check", option="--to")
     runs = check_script(script, home, vary)
     is_varied, sections = len(runs) > 2, [Section()]
+    _print_outputs(runs, is_verbose=options.verbose)
     for run in runs:
-        if run.output is not None and (options.verbose or run.outcome == "failed"):
-            print_line(make_console(), f"{run.name} printed:", "bold")
-            printed = run.output.read_text(encoding="utf-8", errors="replace")
-            sys.stdout.write(printable(printed, sys.stdout))
         if run.verdict is not None and (run.outcome in ("diverged", "not_comparable") or not is_varied):
             sections += [Section(title=f"{run.name}: {run.change}")] * is_varied + verdict_report(run.verdict)
     if is_varied:
@@ -268,10 +265,7 @@ def _measure(script: Script, options: argparse.Namespace, vary: Sequence[str]) -
     runs = [script.record(home / "reference", output=home / f"{RECORDING}.txt")]
     if runs[0].outcome == "recorded":
         runs.append(other.record(home / PERTURBED, output=home / f"{PERTURBED}.txt"))
-    for run in runs:
-        if run.output is not None and (options.verbose or run.outcome == "failed"):
-            print_line(make_console(), f"{run.name} printed:", "bold")
-            sys.stdout.write(printable(run.output.read_text(encoding="utf-8", errors="replace"), sys.stdout))
+    _print_outputs(runs, is_verbose=options.verbose)
     if runs[-1].outcome == "failed":
         return _end("check", runs, f"; kept in {home}")
     numerics = compare_numerics(Run.open(home / "reference"), Run.open(home / PERTURBED))
@@ -282,6 +276,14 @@ def _measure(script: Script, options: argparse.Namespace, vary: Sequence[str]) -
     write_rounding(home, numerics)
     print_report([Section(), Section(lines=[rounding_sentence(numerics)]), Section()])
     return _end("check", runs, f"; det-callbacks diff REFERENCE CURRENT --numerics --tolerance {home}")
+
+
+def _print_outputs(runs: Sequence[CheckedRun], *, is_verbose: bool) -> None:
+    for run in runs:
+        if run.output is not None and (is_verbose or run.outcome == "failed"):
+            print_line(make_console(), f"{run.name} printed:", "bold")
+            printed = run.output.read_text(encoding="utf-8", errors="replace")
+            sys.stdout.write(printable(printed, sys.stdout))
 
 
 def _row(run: CheckedRun) -> tuple[str, ...]:
