@@ -1,8 +1,8 @@
 """A module returns the same bits in all steps, although its inputs change.
 
 Example:
-    act returns the same bits in all 7 examined steps, from step 1 to 7, although its inputs
-    change. Check for dead ReLUs, saturated gates, and weights or a scale of zero; the modules
+    act returned the same bits in all 7 examined steps, from step 1 to 7, although the inputs
+    changed. Check for dead ReLUs, saturated gates, and weights or a scale of zero; the modules
     after it learn nothing from the data.
 """
 
@@ -39,13 +39,12 @@ def find(fit: FitFacts) -> Found | None:
     if not names:
         return None
     steps = [record.step for record in records]
-    returns, reads = ("returns", "its inputs") if len(names) == 1 else ("return", "their inputs")
     return found_in(
         fit,
         steps=steps,
         names=names,
-        explanation=f"{listed(names)} {returns} the same bits in all {len(steps)} examined steps, "
-        f"{from_to(steps)}, although {reads} change",
+        explanation=f"{listed(names)} returned the same bits in all {len(steps)} examined steps, "
+        f"{from_to(steps)}, although the inputs changed",
         advice="Check for dead ReLUs, saturated gates, and weights or a scale of zero; the modules after it learn "
         "nothing from the data",
     )

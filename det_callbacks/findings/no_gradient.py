@@ -1,10 +1,10 @@
 """A trainable parameter never gets a gradient, although its optimizer updates others.
 
 Example:
-    unused.weight and unused.bias never got a gradient, although optimizer 0, which has them,
-    updated other parameters in 24 steps, from step 0 to 23. Check where their module is called,
-    and whether its output reaches the loss: detach(), .data, .item() and torch.no_grad() cut
-    the graph. Leave unused parameters out of the optimizer.
+    unused.weight and unused.bias never got a gradient, although optimizer 0 updated its other
+    parameters in 24 steps, from step 0 to 23. Check where the module is called, and whether its
+    output reaches the loss: detach(), .data, .item() and torch.no_grad() cut the graph. Leave
+    unused parameters out of the optimizer.
 """
 
 from det_callbacks.findings.facts import FitFacts
@@ -24,14 +24,13 @@ def find(fit: FitFacts) -> Found | None:
         steps = {int(step) for name in names if name in fit.gradients for step in fit.gradients[name].steps}
         without = [name for name in names if name not in fit.gradients]
         if without and len(steps) >= MIN_UPDATES:
-            them = "it" if len(without) == 1 else "them"
             return found_in(
                 fit,
                 steps=steps,
                 names=without,
-                explanation=f"{listed(without)} never got a gradient, although {optimizer}, which has {them}, updated "
-                f"other parameters in {count(len(steps), 'step')}, {from_to(steps)}",
-                advice="Check where their module is called, and whether its output reaches the loss: detach(), .data, "
+                explanation=f"{listed(without)} never got a gradient, although {optimizer} updated its other "
+                f"parameters in {count(len(steps), 'step')}, {from_to(steps)}",
+                advice="Check where the module is called, and whether its output reaches the loss: detach(), .data, "
                 ".item() and torch.no_grad() cut the graph. Leave unused parameters out of the optimizer",
             )
     return None

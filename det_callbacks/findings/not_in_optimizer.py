@@ -1,10 +1,11 @@
 """A parameter gets gradients, no optimizer has it, and it never changes.
 
 Example:
-    last.weight and last.bias get gradients and are in no optimizer, so they keep their initial
-    values. Pass them to an optimizer: self.parameters() covers only modules that are registered
-    before the call, and a list of modules must be an nn.ModuleList. Call requires_grad_(False)
-    on parameters that should not change.
+    The backward pass computes gradients for last.weight and last.bias, but no optimizer uses
+    them, so the initial values never change. Pass the parameters to an optimizer:
+    self.parameters() covers only modules that are registered before the call, and a list of
+    modules must be an nn.ModuleList. Call requires_grad_(False) on parameters that should not
+    change.
 """
 
 from det_callbacks.findings.facts import MIN_STEPS, FitFacts
@@ -27,16 +28,13 @@ def find(fit: FitFacts) -> Found | None:
             steps.update(state.steps.tolist())
     if not names:
         return None
-    if len(names) == 1:
-        what = "gets gradients and is in no optimizer, so it keeps its initial value"
-    else:
-        what = "get gradients and are in no optimizer, so they keep their initial values"
     return found_in(
         fit,
         steps=steps,
         names=names,
-        explanation=f"{listed(names)} {what}",
-        advice="Pass them to an optimizer: self.parameters() covers only modules that are registered before the call, "
-        "and a list of modules must be an nn.ModuleList. Call requires_grad_(False) on parameters that should not "
-        "change",
+        explanation=f"The backward pass computes gradients for {listed(names)}, but no optimizer uses them, so the "
+        "initial values never change",
+        advice="Pass the parameters to an optimizer: self.parameters() covers only modules that are registered before "
+        "the call, and a list of modules must be an nn.ModuleList. Call requires_grad_(False) on parameters that "
+        "should not change",
     )

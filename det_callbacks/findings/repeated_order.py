@@ -1,7 +1,7 @@
 """An epoch draws the previous epoch's indices in the same order, although the loader shuffles.
 
 Example:
-    Steps 8 to 11 repeat the previous epoch's samples in the same order, although
+    Steps 8 to 11 repeated the previous epoch's samples in the same order, although
     train_dataloader shuffles (RandomSampler). Seed once, before the training, and not in a hook
     that runs each epoch; if the sampler has a seed, call its set_epoch(epoch).
 """
@@ -46,12 +46,11 @@ def _is_shuffled(drawn: Sequence[Drawn]) -> bool:
 
 
 def _repeats(fit: FitFacts, loader: str, steps: Sequence[int], why: str) -> Found:
-    repeat = "repeats" if len(steps) == 1 else "repeat"
     return found_in(
         fit,
         steps=steps,
         names=[loader],
-        explanation=f"{capitalised(span(steps))} {repeat} the previous epoch's samples in the same order, "
+        explanation=f"{capitalised(span(steps))} repeated the previous epoch's samples in the same order, "
         f"although {why}",
         advice="Seed once, before the training, and not in a hook that runs each epoch; if the sampler has a seed, "
         "call its set_epoch(epoch)",

@@ -1,8 +1,8 @@
 """The statistics of a normalisation, or an averaged copy of the weights, never change, although the weights do.
 
 Example:
-    norm.running_mean and norm.running_var never change in steps 0 to 7, although norm.weight
-    does. If you do not intend this, call train(): a module in eval mode does not update its
+    norm.running_mean and norm.running_var never changed in steps 0 to 7, although norm.weight
+    did. If you do not intend this, call train(): a module in eval mode does not update its
     statistics; a validation may have called eval().
 """
 
@@ -67,12 +67,10 @@ def _stale(fit: FitFacts, moving: dict[str, str], advice: str) -> Found | None:
     if not moving:
         return None
     steps = {int(step) for name in moving for step in fit.states[name].steps}
-    change = "changes" if len(moving) == 1 else "change"
-    do = "does" if len({*moving.values()}) == 1 else "do"
     return found_in(
         fit,
         steps=steps,
         names=moving,
-        explanation=f"{listed(moving)} never {change} in {span(steps)}, although {listed(moving.values())} {do}",
+        explanation=f"{listed(moving)} never changed in {span(steps)}, although {listed(moving.values())} did",
         advice=advice,
     )

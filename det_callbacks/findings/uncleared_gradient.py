@@ -1,9 +1,9 @@
 """The backward pass adds to a gradient that the previous update used and nothing cleared.
 
 Example:
-    In 7 steps, from step 1 to 7, the backward pass added to gradients that the previous step's
-    update had already used: first.weight, first.bias, norm.weight and 3 more. Call zero_grad
-    after each update, or before the first backward pass of the next update.
+    In 7 steps, from step 1 to 7, the backward pass added to the gradient of first.weight,
+    first.bias, norm.weight and 3 more, which the previous step's update had already used. Call
+    zero_grad after each update, or before the first backward pass of the next update.
 """
 
 from itertools import pairwise
@@ -35,13 +35,12 @@ def find(fit: FitFacts) -> Found | None:
     if not often:
         return None
     numbers = {step for known in often.values() for step in known}
-    gradients = "a gradient" if len(often) == 1 else "gradients"
     return found_in(
         fit,
         steps=numbers,
         names=often,
-        explanation=f"In {count(len(numbers), 'step')}, {from_to(numbers)}, the backward pass added to {gradients} "
-        f"that the previous step's update had already used: {listed(often)}",
+        explanation=f"In {count(len(numbers), 'step')}, {from_to(numbers)}, the backward pass added to the gradient of "
+        f"{listed(often)}, which the previous step's update had already used",
         advice="Call zero_grad after each update, or before the first backward pass of the next update",
     )
 

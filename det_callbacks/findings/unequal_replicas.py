@@ -1,8 +1,8 @@
 """Parameters that DistributedDataParallel keeps equal on all ranks differ from rank to rank.
 
 Example:
-    first.weight, first.bias, norm.weight and 3 more differ between ranks 0 and 1, in steps 0 to
-    7. Their gradients are not averaged, or only one rank updates them: check for code that
+    first.weight, first.bias, norm.weight and 3 more differed between ranks 0 and 1, in steps 0
+    to 7. Their gradients are not averaged, or only one rank updates them: check for code that
     bypasses the wrapped module's forward, moves it to another device, or writes weights.
     ReplicaAuditCallback stops at the first difference.
 """
@@ -31,12 +31,11 @@ def find(fits: Fits) -> Found | None:
             steps |= differing
     if not names:
         return None
-    differ = "differs" if len(names) == 1 else "differ"
     return found_in(
         *fits,
         steps=steps,
         names=names,
-        explanation=f"{listed(names)} {differ} between {ranks_text([fit.rank for fit in fits])}, in {span(steps)}",
+        explanation=f"{listed(names)} differed between {ranks_text([fit.rank for fit in fits])}, in {span(steps)}",
         advice="Their gradients are not averaged, or only one rank updates them: check for code that bypasses the "
         "wrapped module's forward, moves it to another device, or writes weights. ReplicaAuditCallback stops at the "
         "first difference",
