@@ -150,8 +150,7 @@ class BitwiseEquivalenceMode:
         try:
             self._phases.open()
             named = [] if self._model is None else [*self._model.named_parameters(remove_duplicate=False)]
-            self.places.parameter_names.clear()
-            self.places.parameter_names.update((id(parameter), name) for name, parameter in reversed(named))
+            self.places.name_parameters(reversed(named))
             self.places.backward.clear()
             self.places.modules.open()
             self._mode = DispatchMode(self._op)

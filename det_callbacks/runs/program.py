@@ -63,6 +63,9 @@ GRAPH = "cuda_graph"  # name of replayed graphs in the coverage
 # Compact JSON in UTF-8, ten times as fast as json.dumps, which took most of the time to read a program.
 to_json = msgspec.json.Encoder().encode
 
+to_compact_json = json.JSONEncoder(separators=(",", ":")).encode
+"""Python's JSON, for arguments of ops: an integer may have more than 64 bits."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
@@ -355,4 +358,4 @@ def scalar_bits(value: Any) -> tuple[int, ArgumentTag]:
 
 
 def _text_of(values: Sequence[Any]) -> str:
-    return json.dumps([plain_value(value) for value in values], separators=(",", ":"))
+    return to_compact_json([plain_value(value) for value in values])

@@ -262,8 +262,7 @@ class HashMode:
         parameters = [] if self._walker is None else self._walker.walk(PARAMETERS)
         self._by_shape.clear()
         places = self.recorder.places
-        places.parameter_names.clear()
-        places.parameter_names.update([(id(value), name) for name, value in parameters])
+        places.name_parameters(parameters)
         if self.selection.level == "op" and (
             not places.names.known
             or any(places.names.of(value) != name for name, value in parameters if has_place(value))

@@ -35,16 +35,19 @@ def capture_source(frames: Iterable[FrameType] | None = None) -> tuple[str, ...]
     Without user code below the training loop (an optimizer's update), it returns the innermost line of
     torch. It costs about 5 microseconds plus 0.1 per frame.
     """
-    lines: dict[str, list[str]] = {"user": [], "torch": []}
+    lines: list[str] = []
+    line_of_torch: str | None = None
     for frame in islice(_stack_above(sys._getframe(1)) if frames is None else frames, MAX_FRAMES):
-        code = frame.f_code
-        known = _LINES.get((id(code), frame.f_lasti)) or _note_line(frame)
-        _, owner, line = known
-        if owner == "loop" or len(lines["user"]) == MAX_LINES:
+        _, owner, line = _LINES.get((id(frame.f_code), frame.f_lasti)) or _note_line(frame)
+        if owner == "user":
+            lines.append(line)
+            if len(lines) == MAX_LINES:
+                break
+        elif owner == "loop":
             break
-        if owner in lines:
-            lines[owner].append(line)
-    return tuple(lines["user"] or lines["torch"][:1])
+        elif owner == "torch" and line_of_torch is None:
+            line_of_torch = line
+    return tuple(lines) if lines or line_of_torch is None else (line_of_torch,)
 
 
 def _stack_above(frame: FrameType | None) -> Iterator[FrameType]:

@@ -14,7 +14,7 @@ from det_callbacks.runs.program import IN_FLIGHT, UNWRITTEN, Site
 from det_callbacks.trace.attribution.places import Places
 from det_callbacks.trace.op.call_graph import CallNode
 from det_callbacks.trace.op.components import address_of, has_parts, holds_data, parts_of
-from det_callbacks.trace.op.sites import InputName, SpecialInput, owner_of
+from det_callbacks.trace.op.sites import InputName, SpecialInput
 from det_callbacks.trace.op.storages import region_of
 from det_callbacks.trace.state.generators import PASSED, GeneratorTrail, generator_of
 from det_callbacks.trace.step import Step
@@ -189,12 +189,9 @@ class Reads:
                 yield replace(self.collectives.site_of(special), name=shown, inputs=edges)
                 continue
             phase = {"input": "input", "generator": "rng"}.get(role, "other")
-            module, source = (node.module, node.source) if shown is None else (self._owner_of(shown), ())
+            module, source = (node.module, node.source) if shown is None else (self._places.owner_of(shown), ())
             module = "" if role == "generator" else module
             yield Site(phase=phase, module=module, role=role, name=shown, inputs=edges, source=source)
-
-    def _owner_of(self, name: str) -> str:
-        return owner_of(name, self._places.parameter_names.values())
 
     def roll_back(self, mark: int) -> None:
         """Undo the input sites of a call that raised."""

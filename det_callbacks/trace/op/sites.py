@@ -1,12 +1,11 @@
 """Builds the sites of a call that no earlier step had: the cold path, which may format text."""
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from det_callbacks.runs.program import Role, Site, parameter_in, plain_value
+from det_callbacks.runs.program import Role, Site, plain_value, to_compact_json
 from det_callbacks.trace.attribution.engine import source_of
 from det_callbacks.trace.attribution.places import Places
 from det_callbacks.trace.attribution.source import is_of_torch
@@ -101,11 +100,6 @@ def names_of_written(places: "Places", phase: str, plan: OpPlan, outputs: Sequen
     return [name_of(one) if isinstance(one, Tensor) and not has_parts(one) else None for one in outputs]
 
 
-def owner_of(name: str, parameters: Iterable[str]) -> str:
-    """Return the module that a named tensor belongs to: "net.head" for "exp_avg of net.head.weight"."""
-    return (parameter_in(name, frozenset(parameters)) or name).rpartition(".")[0]
-
-
 def source_of_call(node: CallNode) -> tuple[str, ...]:
     """Return the source lines of the call of an op.
 
@@ -134,4 +128,4 @@ def _names_of_arguments(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def arguments_json(arguments: Mapping[str, Any]) -> str:
-    return json.dumps({name: plain_value(value) for name, value in arguments.items()}, separators=(",", ":"))
+    return to_compact_json({name: plain_value(value) for name, value in arguments.items()})

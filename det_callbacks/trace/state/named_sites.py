@@ -22,7 +22,7 @@ from det_callbacks.trace.compiled.captures import GraphCaptures
 from det_callbacks.trace.op.call_graph import CallNode, SharedRows
 from det_callbacks.trace.op.components import PLAIN, STRIDED, address_of, has_parts, holds_data, unwrapped
 from det_callbacks.trace.op.layouts import LayoutSlot
-from det_callbacks.trace.op.sites import SpecialInput, owner_of
+from det_callbacks.trace.op.sites import SpecialInput
 from det_callbacks.trace.op.storages import PartialWrites
 from det_callbacks.trace.state.generators import GeneratorTrail, process_generators
 from det_callbacks.trace.state.leaves import flatten
@@ -161,7 +161,7 @@ class NamedSites:
         role: Role = "named",
     ) -> None:
         def build(node: CallNode) -> None:
-            parameters = frozenset(self._places.parameter_names.values())
+            parameters = self._places.parameters
             if parameters != self._parameters:
                 self._parameters = parameters
                 self._rows.clear()
@@ -181,7 +181,7 @@ class NamedSites:
         key = (phase, owner, role, name)
         row = self._rows.get(key)
         if row is None:
-            module = owner_of(name, self._parameters) if owner is None else owner
+            module = self._places.owner_of(name) if owner is None else owner
             row = self._rows[key] = SiteRow.of(Site(phase=phase, module=module, role=role, name=name))
         return row
 
