@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from det_callbacks.cli.parser import SCRIPT_OPTIONS
-from det_callbacks.cli.trainers import TRAINERS, nothing_text
 from det_callbacks.compare.evidence import read_window
 from det_callbacks.compare.numerics import compare_numerics, write_rounding
 from det_callbacks.compare.record import REPORT_FILE, VERDICT_FILE
@@ -47,6 +46,13 @@ _OF_SCRIPT = {
     "not_comparable": "the two runs differ, and so do their machines",
     "failed": "the script could not be checked",
 }
+_NOTHING = (
+    "The script succeeded, but nothing was {}: no Lightning Trainer ran a fit, and no optimizer of torch.optim stepped "
+    "after a call of a module that holds its parameters, with gradients enabled; or the script records itself, with a "
+    "DeterminismCallback or a TrainingRun; or it trains with JAX, Keras or TensorFlow, which this command cannot "
+    "reach; or the Python that trains has no det_callbacks installed, or ignores PYTHONPATH (its flags -E and -I). If "
+    "the script updates parameters itself, put its loop into a TrainingRun (docs/how-to/plain-loop.md)"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +117,9 @@ class Script:
         with contextlib.ExitStack() as files:
             with writing(os.environ.get("TMPDIR") or "/tmp", instead="set TMPDIR to a writable folder"):
                 claim = Path(files.enter_context(tempfile.TemporaryDirectory(prefix="det_callbacks-")), "claim")
-            launch: dict[str, Any] = {"arguments": {**self.arguments, **arguments}, "settings": self.settings}
-            variables[LAUNCH] = json.dumps({**launch, "trainers": TRAINERS, "claim": str(claim)})
+            of_callback = {**self.arguments, **arguments}
+            launch = {"arguments": of_callback, "settings": self.settings, "claim": str(claim)}
+            variables[LAUNCH] = json.dumps(launch)
             file = None
             if output is not None:
                 with writing(output, instead="pass another folder (--to)"):
@@ -123,7 +130,7 @@ class Script:
                 raise CheckError(f"{self.words[0]} cannot be started: {error}{_how_to_start(self.words)}") from error
             if claim.exists() and (text := claim.read_text(encoding="utf-8")):
                 raise CheckError(f"{text}. Start det-callbacks for each of them.")
-            nothing = nothing_text("recorded" if arguments["mode"] == "record" else "verified", claim.parent)
+            nothing = _NOTHING.format("recorded" if arguments["mode"] == "record" else "verified")
             refusal = claim.with_name(REFUSAL)
             if status > 0 and refusal.exists():
                 return refusal.read_text(encoding="utf-8"), nothing

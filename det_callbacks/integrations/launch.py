@@ -6,13 +6,12 @@ variable. Running the script with ``runpy`` would not reach its ranks, or progra
 starts.
 """
 
-import atexit
 import importlib.util
 import json
 import os
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -32,7 +31,7 @@ def callbacks() -> list[Any]:
 
 
 def begin() -> None:
-    """Follow torch from its import on with the settings in force, and at the end note what may have trained.
+    """Follow torch from its import on, with the settings in force.
 
     No generator of torch or NumPy can draw before the import, so the settings apply then. Importing
     torch here would be too early for ``os.environ["OMP_NUM_THREADS"] = "1"`` in the script, which torch
@@ -40,9 +39,7 @@ def begin() -> None:
     """
     if LAUNCH not in os.environ:
         return
-    asked = json.loads(os.environ[LAUNCH])
-    atexit.register(_note_trainers, asked["trainers"], os.path.dirname(asked["claim"]))
-    settings = asked["settings"]
+    settings = json.loads(os.environ[LAUNCH])["settings"]
     if (seed := settings.get("seed")) is not None:
         random.seed(seed)
         sys.meta_path.insert(0, _AfterImport("numpy", lambda numpy: numpy.random.seed(seed)))
@@ -55,13 +52,6 @@ def _begin_with_torch(settings: dict[str, Any]) -> None:
     if settings:
         _enforce(settings)
     follow_torch(os.environ[LAUNCH])
-
-
-def _note_trainers(names: Sequence[str], folder: str) -> None:
-    """Write for the command which of these modules are loaded; the command may have ended already."""
-    if os.path.isdir(folder):
-        with open(os.path.join(folder, f"loaded-{os.getpid()}"), "w", encoding="utf-8") as file:
-            json.dump([name for name in names if name in sys.modules], file)
 
 
 class _AfterImport:
