@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import guards
 import numpy as np
 import pytest
+import replaced_page
 import schemas
 import torch
 
@@ -14,6 +15,7 @@ import torch
 # warning filter of sympy, which would otherwise be charged to whichever test calls it first.
 import torch._inductor.config
 
+from det_callbacks.internals.replaced import ReplacedMethods
 from det_callbacks.verdict import Verdict
 
 # The first backward pass of a process starts a thread for each device, and a fork of a process with such threads cannot
@@ -22,6 +24,9 @@ torch.ones(1, requires_grad=True).sum().backward()
 
 # Every verdict that a test turns into JSON has the schema that the package ships.
 Verdict.to_dict = schemas.checked(Verdict.to_dict, "verdict")
+
+# Every method that a test's training replaces has a row, with the reason, on the page that lists them for users.
+ReplacedMethods._set = replaced_page.checked(ReplacedMethods._set)
 
 
 # What was imported stays for good. Without this each collection walks all of it, and so does each seeding.

@@ -37,14 +37,6 @@ _OF_A_CLOCK = ("epoch", "*_runtime", "*_per_second", "*_preparation_time", "*_me
 """Metrics of an evaluation that measure time or memory."""
 
 
-_PLACES = {
-    "train": "of the Trainer: no callback runs when training resumes, or ends with an exception",
-    "training_step": "of the Trainer: no callback runs at the end of forward and backward",
-    "get_batch_samples": "of the Trainer: callbacks get no batch, and a different loader after a resume",
-    "clip_grad_norm_": "of the Trainer's accelerator: no callback runs before clipping",
-}
-
-
 class _TrainerTraining(LoopTraining):
     framework = "transformers"
 
@@ -71,7 +63,7 @@ class _TrainerRun(TrainingRun):
             raise SelectionError("log_metrics is for Lightning's Trainer: omit it, and log the verdict yourself.")
         # model and optimizer exist only when the Trainer trains
         FollowedRun.__init__(self, reference, resume="plain", **arguments)
-        self._of_trainer = ReplacedMethods(_PLACES)
+        self._of_trainer = ReplacedMethods()
         self._iterator: object = None
         self._drawn: list[Any] = []
         self._first_epoch_of_loader = 0
@@ -208,7 +200,7 @@ class DeterminismCallback(TrainerCallback):
 
     def __init__(self, reference: str | Path | None, **arguments: Any) -> None:
         self._run = _TrainerRun(reference, **arguments)
-        self._replaced = ReplacedMethods(_PLACES)
+        self._replaced = ReplacedMethods()
         self._trainer: Trainer | None = None
         self._is_resumed = False
 

@@ -121,10 +121,6 @@ class LoopTraining(Training):
             )
 
 
-_PLACES = {
-    "backward": "of torch.autograd: no hook of torch gets the loss, or runs at the end of a backward pass",
-    MAKES_SCALE: "of GradScaler: its first use creates tensors, which only the first step of a process would show",
-}
 _LOADER = "train_dataloader"
 
 
@@ -206,7 +202,7 @@ class TrainingRun(FollowedRun):
     @override
     def _reset(self) -> None:
         super()._reset()
-        self._replaced = ReplacedMethods(_PLACES)
+        self._replaced = ReplacedMethods()
         self._is_in_step = self._has_batches = self._is_resumed = False
         self._has_differed = False  # whether a logged value has
         self._first_step = self._first_epoch = 0

@@ -37,14 +37,6 @@ from det_callbacks.training.draws import DrawnLoader
 if TYPE_CHECKING:
     from det_callbacks.integrations.followed import FollowedLoop
 
-_PLACES = {
-    "__init__": "of Optimizer: torch keeps no list of optimizers",
-    "__iter__": "of DataLoader: torch has no hook for a loader",
-    "__next__": "of a DataLoader's iterator: likewise",
-    "__enter__": "of inference_mode: a dispatch mode cannot be exited inside it, so the step ends before",
-    "destroy_process_group": "of torch.distributed: the ranks exchange their verdicts before it",
-}
-
 
 class TorchSteps:
     def __init__(self, asked: str) -> None:
@@ -70,7 +62,7 @@ class TorchSteps:
         warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks", UserWarning)
         register_module_forward_pre_hook(self._before_module)
         register_optimizer_step_post_hook(self._after_update)
-        around = ReplacedMethods(_PLACES).around
+        around = ReplacedMethods().around
         around(Optimizer, "__init__", self._note_optimizer)
         around(DataLoader, "__iter__", self._begin_iteration)
         around(DataLoaderIter, "__next__", self._draw)

@@ -1,11 +1,9 @@
-"""Methods that are replaced while a run is recorded: the list is docs/explanation/replaced.md."""
+"""Methods that are replaced while a run is recorded; docs/explanation/replaced.md lists each, with the reason."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import wraps
 from types import ModuleType
 from typing import Any
-
-OF_SAMPLERS = {"__class__": "of loaders and samplers: Python looks __iter__ and __next__ up in the class"}
 
 _INHERITED = object()
 
@@ -21,10 +19,9 @@ def wrapper_of(before: Callable[..., Any], call: Callable[..., Any]) -> Callable
 
 
 class ReplacedMethods:
-    """Replaces methods until ``restore``; ``places`` has the reason for each."""
+    """Replaces methods until ``restore``."""
 
-    def __init__(self, places: Mapping[str, str] = OF_SAMPLERS) -> None:
-        self._places = places
+    def __init__(self) -> None:
         self._replaced: list[tuple[Any, str, Any, Any]] = []  # owner, name, what was there, ours
 
     def put(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -44,7 +41,6 @@ class ReplacedMethods:
         return False
 
     def _set(self, owner: Any, name: str, before: Any, ours: Any) -> None:
-        assert name in self._places, "each place has its reason in the registry"
         is_own = name == "__class__" or isinstance(owner, ModuleType | type)
         self._replaced.append((owner, name, before if is_own else _INHERITED, ours))
         setattr(owner, name, ours)

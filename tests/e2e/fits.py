@@ -14,6 +14,7 @@ from faults import OnGradient
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from nondeterministic_ops import NoisyGradient, noisy, noisy_
+from replaced_page import NAMES
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -23,7 +24,6 @@ from trainers import quiet_trainer
 
 from det_callbacks import DeterminismCallback
 from det_callbacks.environment.rng import GeneratorStates
-from det_callbacks.integrations.lightning.replaced import PLACES
 from det_callbacks.training.session import Session
 
 FEATURES = 12
@@ -250,7 +250,7 @@ def assert_nothing_left(fit: Fit, callback: DeterminismCallback) -> None:
     assert type(callback._hooks) is Session
     loop = fit.trainer.fit_loop
     owners = (fit.trainer.strategy, loop, loop.epoch_loop, loop.epoch_loop._results)
-    replaced = {name for owner in owners for name in PLACES if name in vars(owner)}
+    replaced = {name for owner in owners for name in NAMES if name in vars(owner)}
     assert replaced <= {"save_checkpoint", "load_checkpoint", "remove_checkpoint"}
     assert type(loop._combined_loader) in (CombinedLoader, type(None))
     assert type(fit.loader.batch_sampler) is BatchSampler

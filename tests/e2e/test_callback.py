@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import replaced_page
 import torch
 from fits import Classifier, Fit, Plain, RaiseAt, StopError, Validated, assert_nothing_left, record
 from judged import require_one_verdict
@@ -38,7 +39,6 @@ from det_callbacks import (
     cli,
 )
 from det_callbacks.environment.variables import NUM_WORKERS
-from det_callbacks.integrations.lightning.replaced import PLACES
 from det_callbacks.internals.replaced import ReplacedMethods
 from det_callbacks.runs.evidence import evidence_path, read_evidence
 from det_callbacks.runs.store import Run
@@ -163,16 +163,19 @@ def test_what_is_given_may_be_the_references(tmp_path):
         assert f"{name}=" in str(error)
 
 
-def test_what_is_replaced_in_lightning_stands_in_the_registry():
+def test_what_is_replaced_has_a_row_on_its_page():
     """Nothing else sets attributes of foreign objects, but for the class of a loader with many followers."""
     package = Path(cli.__file__).parents[1]
     sets = re.compile(r"\bsetattr\(|\bvars\([^)]*\)\[[^]]*\] =|\.__class__ = |__dict__\[[^]]*\] =")
     rooms = ("training", "integrations", "checkpoint")
     files = [path for room in rooms for path in package.glob(f"{room}/**/*.py")]
     found = {path.name: number for path in files if (number := len(sets.findall(path.read_text())))}
-    assert (found, len(PLACES) < 15) == ({"loaders.py": 2}, True)
-    with pytest.raises(AssertionError, match="has its reason in the registry"):
-        ReplacedMethods(PLACES).put(nn.Linear(1, 1), "forward", lambda one: one)
+    assert found == {"loaders.py": 2}
+    with pytest.raises(AssertionError, match=r"replaced\.md has no row for forward of Linear"):
+        ReplacedMethods().put(nn.Linear(1, 1), "forward", lambda one: one)
+    source = "".join(path.read_text() for path in package.rglob("*.py"))
+    listed = {name for name in replaced_page.NAMES if not re.search(rf'[".]{name}"', source)}
+    assert not listed, "the page lists what nothing replaces"
 
 
 def test_no_run_is_written_over(reference, damageable, tmp_path, monkeypatch):

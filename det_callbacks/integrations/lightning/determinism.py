@@ -12,7 +12,6 @@ from det_callbacks.errors import NothingComparedError, SelectionError
 from det_callbacks.integrations.lightning.checkpoint.watch import CheckpointWatch
 from det_callbacks.integrations.lightning.logged import CALLS, LoggedMetrics
 from det_callbacks.integrations.lightning.progress import ProgressReporter
-from det_callbacks.integrations.lightning.replaced import PLACES
 from det_callbacks.integrations.lightning.trainer import LightningTraining
 from det_callbacks.internals.lightning import RESTORE, checkpoint_connector, is_training_done, require
 from det_callbacks.internals.replaced import ReplacedMethods
@@ -109,7 +108,7 @@ class DeterminismCallback(FollowedRun, pl.Callback):
         self._logged = LoggedMetrics()
         self._progress = ProgressReporter()
         self._checkpoints: CheckpointWatch | None = None
-        self._replaced = ReplacedMethods(PLACES)
+        self._replaced = ReplacedMethods()
         self._call: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:

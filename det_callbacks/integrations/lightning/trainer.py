@@ -22,7 +22,6 @@ from det_callbacks.errors import SettingsError
 from det_callbacks.integrations.lightning.further_state import StateOfCallbacks
 from det_callbacks.integrations.lightning.loaders import find_generators, follow
 from det_callbacks.integrations.lightning.progress import print_beside_bar
-from det_callbacks.integrations.lightning.replaced import PLACES
 from det_callbacks.internals.lightning import (
     LOAD_LOADER_STATES,
     PrefetchFetcher,
@@ -42,7 +41,7 @@ from det_callbacks.training.training import LoaderFollower, Training, Wrap
 class LightningTraining(Training):
     def __init__(self, trainer: pl.Trainer, own: pl.Callback) -> None:
         self.trainer, self._own = trainer, own
-        self._replaced = ReplacedMethods(PLACES)
+        self._replaced = ReplacedMethods()
         self._let_go: Callable[[], object] = lambda: None
         self._of_callbacks = StateOfCallbacks(trainer, own, self.print_line)
         self.rank, self.world_size = trainer.global_rank, trainer.world_size

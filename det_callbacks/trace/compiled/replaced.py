@@ -13,19 +13,12 @@ from det_callbacks.internals.replaced import ReplacedMethods, wrapper_of
 from det_callbacks.internals.torch import CudaGraph
 from det_callbacks.trace.compiled.graphs import TracedGraph, describe_graph
 
-_PLACES = {
-    dynamo.COMPILES_GRAPH: "of Dynamo's output graph: which graph is compiled, and the function that runs it",
-    "capture_begin": "of a CUDA graph: no dispatch mode sees the ops that it captures when they run again",
-    "replay": "of a CUDA graph: likewise",
-    "__call__": "of inductor's compiled graph: runs graphs compiled before any recorder was active",
-}
-
 
 class ReplacedInTorch(ReplacedMethods):
     """What is replaced in torch while at least one recorder of the process is active."""
 
     def __init__(self) -> None:
-        super().__init__(_PLACES)
+        super().__init__()
         self.watchers: list[Any] = []  # the CompiledRegions of the steps under way, outermost first
         self._followers: set[int] = set()
         self._output_graph: Any = None  # looking it up takes 10 microseconds, and each step follows

@@ -21,7 +21,6 @@ from det_callbacks.environment.rng import GeneratorStates, Held
 from det_callbacks.errors import NotResumableError
 from det_callbacks.integrations.lightning.checkpoint import buckets, fit
 from det_callbacks.integrations.lightning.loaders import follow
-from det_callbacks.integrations.lightning.replaced import PLACES
 from det_callbacks.internals.lightning import LOAD_LOADER_STATES, Loop, combined_loader, end_restart
 from det_callbacks.internals.replaced import ReplacedMethods
 from det_callbacks.internals.twins import own_class
@@ -52,7 +51,7 @@ class Resuming:
         self._peers = peers
         self._is_exact = is_exact
         self._buckets: buckets.Buckets = ()  # buckets of the resumed checkpoint
-        self._replaced = ReplacedMethods(PLACES)
+        self._replaced = ReplacedMethods()
         self._let_go: Callable[[], object] = lambda: None
         # saves since the last batch: path -> part, states of callbacks, whether the epoch had ended
         self._saved: dict[str, tuple[Part, Mapping[str, str], bool]] = {}

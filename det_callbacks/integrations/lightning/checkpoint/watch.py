@@ -27,7 +27,6 @@ from det_callbacks.checkpoint.files import (
 from det_callbacks.checkpoint.loaded import require_saved, unchecked_line
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.integrations.lightning.checkpoint.resume import Resuming
-from det_callbacks.integrations.lightning.replaced import PLACES
 from det_callbacks.internals.lightning import WrappingCheckpointIO
 from det_callbacks.internals.replaced import ReplacedMethods
 from det_callbacks.internals.twins import either
@@ -51,16 +50,21 @@ class CheckpointWatch:
         self._trainer = trainer
         self._is_fit = trainer.state.fn == TrainerFn.FITTING
         self._run: Mapping[str, str | None] | None = None
-        self._replaced = ReplacedMethods(PLACES)
+        self._replaced = ReplacedMethods()
         self._is_uncovered_reported = False
         self._saved: set[str] = set()
         self.is_resumed = False
         self.resuming = Resuming(trainer, peers, is_exact=self._is_fit and resume == "exact")
-        for name, wrapper in (("save", self._save), ("load", self._load), ("remove", self._remove)):
+        wrappers = {
+            "save_checkpoint": self._save,
+            "load_checkpoint": self._load,
+            "remove_checkpoint": self._remove,
+        }
+        for name, wrapper in wrappers.items():
             # the method of the class: an earlier callback of this Trainer may have replaced the instance's
-            method: Any = getattr(type(trainer.strategy), f"{name}_checkpoint")
+            method: Any = getattr(type(trainer.strategy), name)
             ours: Any = partial(wrapper, partial(method, trainer.strategy))
-            self._replaced.put(trainer.strategy, f"{name}_checkpoint", partial(lambda ours, _: ours, ours))
+            self._replaced.put(trainer.strategy, name, partial(lambda ours, _: ours, ours))
 
     def begin_fit(self, run: Mapping[str, str | None]) -> None:
         self._run = run
