@@ -107,7 +107,6 @@ def is_default(generator: Generator) -> bool:
 
 
 def digest_generator(generator: Any) -> int:
-    """Return the digest of ``state_bytes``."""
     return digest_bytes(state_bytes(generator))
 
 

@@ -26,8 +26,6 @@ from det_callbacks.verify.verification import Verification
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RankAtEnd:
-    """What one rank has done by the end of a fit."""
-
     num_steps: int  # new ones
     num_sites: int
     num_bytes: int

@@ -31,7 +31,6 @@ class StateOfCallbacks:
         self._walkers = dict[nn.Module, StateWalker]()
 
     def entries(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors and numbers with their names."""
         for name, callback in self._callbacks():
             for attribute, average in self._averages(callback):
                 walker = self._walkers.setdefault(average, StateWalker(average))
