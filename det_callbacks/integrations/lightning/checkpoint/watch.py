@@ -55,7 +55,7 @@ class CheckpointWatch:
         self._saved: set[str] = set()
         self.is_resumed = False
         self.resuming = Resuming(trainer, peers, is_exact=self._is_fit and resume == "exact")
-        wrappers = {
+        wrappers: dict[str, Callable[..., Any]] = {
             "save_checkpoint": self._save,
             "load_checkpoint": self._load,
             "remove_checkpoint": self._remove,
