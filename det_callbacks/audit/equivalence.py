@@ -13,7 +13,7 @@ from torch import Generator, Tensor, nn
 from det_callbacks.audit.result import EquivalenceError, OpMismatch
 from det_callbacks.environment.rng import RewindPoint, is_capturing
 from det_callbacks.errors import CoverageWarning, DetCallbacksError, TraceError
-from det_callbacks.internals.names import RECORDING
+from det_callbacks.internals.private_names import RECORDING
 from det_callbacks.internals.torch import (
     EQUIVALENCE,
     TORCH,

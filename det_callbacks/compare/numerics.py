@@ -20,7 +20,7 @@ import numpy as np
 
 from det_callbacks.compare.align import align
 from det_callbacks.compare.differences import StepDifference
-from det_callbacks.compare.names import ModuleNames, modules_of
+from det_callbacks.compare.module_names import ModuleNames, modules_of
 from det_callbacks.digest.host import format_digest
 from det_callbacks.digest.numbers import Measure, can_measure, coarser, epsilon, measure
 from det_callbacks.errors import NothingComparedError, SelectionError

@@ -20,7 +20,7 @@ from typing_extensions import override
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import NothingComparedError, SelectionError, SettingsError
 from det_callbacks.internals.dynamo import ORIGINAL
-from det_callbacks.internals.names import RECORDING
+from det_callbacks.internals.private_names import RECORDING
 from det_callbacks.internals.replaced import ReplacedMethods
 from det_callbacks.internals.torch import CHILDREN, MAKES_SCALE, TORCH, graph_task_id
 from det_callbacks.observers.observations import REGISTRY

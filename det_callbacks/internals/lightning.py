@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 
 from det_callbacks.errors import UnsupportedVersionError
-from det_callbacks.internals.names import RECORDING, PrivateNames
+from det_callbacks.internals.private_names import RECORDING, PrivateNames
 from det_callbacks.internals.torch import TORCH
 
 LIGHTNING = PrivateNames("lightning")

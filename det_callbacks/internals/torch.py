@@ -11,7 +11,7 @@ import torch
 from torch import Generator, Tensor, UntypedStorage, nn
 from torch.utils.checkpoint import CheckpointFunction
 
-from det_callbacks.internals.names import MISSING, PrivateNames
+from det_callbacks.internals.private_names import MISSING, PrivateNames
 
 TORCH = PrivateNames("torch")
 

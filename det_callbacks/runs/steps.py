@@ -30,7 +30,7 @@ class StepTrace:
         """The layout of each site, built on demand until the next step begins."""
         return self._make_layout()
 
-    def place_of(self, number: int) -> int:
+    def position_of(self, number: int) -> int:
         """Return the position of the n-th recorded site."""
         return number if self._positions is None else self._positions[number]
 

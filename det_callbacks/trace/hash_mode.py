@@ -16,7 +16,7 @@ from det_callbacks.runs.patterns import as_names
 from det_callbacks.runs.program import scalar_bits
 from det_callbacks.runs.selection import PHASES, Selection
 from det_callbacks.runs.steps import Expectation, StepTrace
-from det_callbacks.trace.attribution.names import has_place
+from det_callbacks.trace.attribution.tensor_names import has_address
 from det_callbacks.trace.interceptor import Interceptor
 from det_callbacks.trace.op.components import holds_data
 from det_callbacks.trace.recorder import Recorder
@@ -265,7 +265,7 @@ class HashMode:
         places.name_parameters(parameters)
         if self.selection.level == "op" and (
             not places.names.known
-            or any(places.names.of(value) != name for name, value in parameters if has_place(value))
+            or any(places.names.of(value) != name for name, value in parameters if has_address(value))
         ):
             places.names.refresh()
 

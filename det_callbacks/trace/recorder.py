@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from det_callbacks.digest.host import digest_memory
-from det_callbacks.internals.names import RECORDING
+from det_callbacks.internals.private_names import RECORDING
 from det_callbacks.internals.torch import TORCH, graph_task_id, pin_storage, storage_address
 from det_callbacks.runs.program import Program, scalar_bits
 from det_callbacks.runs.selection import Selection

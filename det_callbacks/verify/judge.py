@@ -14,7 +14,7 @@ from det_callbacks.compare.collectives import Classification, FirstDifference, c
 from det_callbacks.compare.evidence import Evidence, find_evidence
 from det_callbacks.compare.facts import LENGTHS, Facts, choices_of_steps
 from det_callbacks.compare.metrics import MetricComparison, MetricDifference
-from det_callbacks.compare.names import ModuleNames
+from det_callbacks.compare.module_names import ModuleNames
 from det_callbacks.compare.nonfinite import first_nonfinite
 from det_callbacks.compare.numbers import next_recording, with_numbers
 from det_callbacks.compare.numerics import Rounding, compare_numerics

@@ -70,7 +70,7 @@ def outcome(folder: Path) -> dict[str, Any]:
 
 def lose(names: set[str]) -> None:
     """Let the package find nothing under these names, or under any, before it looks them up."""
-    from det_callbacks.internals import names as lookup  # likewise
+    from det_callbacks.internals import private_names as lookup  # likewise
 
     find = lookup.find
     lost = lookup.MISSING

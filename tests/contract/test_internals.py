@@ -21,7 +21,7 @@ import det_callbacks
 from det_callbacks import UnsupportedVersionError
 from det_callbacks.cli import main
 from det_callbacks.internals import dynamo, lightning, torch, versions  # noqa: F401  # Dynamo's names are torch's, too
-from det_callbacks.internals.names import RECORDING, PrivateName
+from det_callbacks.internals.private_names import RECORDING, PrivateName
 from det_callbacks.verify import judge
 
 ROOM = "det_callbacks/internals/"

@@ -11,7 +11,7 @@ from det_callbacks.runs.program import parameter_in
 from det_callbacks.runs.selection import PHASES, Selection
 from det_callbacks.trace.attribution.backward import BackwardMap
 from det_callbacks.trace.attribution.modules import ModuleCalls, ModuleStack
-from det_callbacks.trace.attribution.names import NameTable
+from det_callbacks.trace.attribution.tensor_names import NameTable
 from det_callbacks.trace.op.call_graph import OpScope
 
 

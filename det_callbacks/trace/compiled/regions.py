@@ -19,8 +19,8 @@ from det_callbacks.internals.torch import next_sequence_number, num_writes
 from det_callbacks.runs.program import MISSES_PARAMETERS, REGION, Role, Site
 from det_callbacks.trace.attribution.backward import compiled_nodes, scope_in
 from det_callbacks.trace.attribution.engine import source_of
-from det_callbacks.trace.attribution.names import has_place
 from det_callbacks.trace.attribution.places import Places
+from det_callbacks.trace.attribution.tensor_names import has_address
 from det_callbacks.trace.compiled.captures import GraphCaptures
 from det_callbacks.trace.compiled.graphs import TracedGraph
 from det_callbacks.trace.dispatch import TAKE_APART, breaks_graph
@@ -297,7 +297,7 @@ class CompiledRegions:
 
     def _name(self, known: str, value: Any) -> str:
         name = self._places.parameter_names.get(id(value))
-        if name is None and isinstance(value, Tensor) and has_place(value):
+        if name is None and isinstance(value, Tensor) and has_address(value):
             name = self._places.names.of(value)
         return name or known
 

@@ -25,7 +25,7 @@ class OutputHook(Protocol):
         """Return the outputs to continue with: the same tensors, perhaps with other contents, or other numbers.
 
         The call's sites are the next outputs from ``position`` on, in recording order; after a step with several
-        threads, ``StepTrace.place_of`` maps positions to the final order.
+        threads, ``StepTrace.position_of`` maps positions to the final order.
         """
 
 

@@ -15,8 +15,8 @@ from det_callbacks.digest.host import digest_spans
 from det_callbacks.internals.torch import CHILDREN, storage_address
 from det_callbacks.runs.program import AFTER_STEP, IN_FLIGHT, Role, Site, SiteRow, scalar_bits
 from det_callbacks.trace.attribution.backward import scope_in
-from det_callbacks.trace.attribution.names import Place, has_place, place_of
 from det_callbacks.trace.attribution.places import Places
+from det_callbacks.trace.attribution.tensor_names import Addresses, addresses_of, has_address
 from det_callbacks.trace.collectives import Collectives
 from det_callbacks.trace.compiled.captures import GraphCaptures
 from det_callbacks.trace.op.call_graph import CallNode, SharedRows
@@ -69,7 +69,7 @@ class NamedSites:
         *,
         owner: str | None = None,
         is_source: bool = False,
-    ) -> dict[Place, str]:
+    ) -> dict[Addresses, str]:
         """Record named tensors and numbers as sites, in row-major order; return spans of ordinary strided tensors.
 
         ``label`` distinguishes groups at the same place. Their module is ``owner``, or is taken from each
@@ -83,7 +83,7 @@ class NamedSites:
         spans: list[tuple[int, int]] = []  # in host memory
         others: list[tuple[int, Any]] = []
         sources: list[Any] = []
-        found: dict[Place, str] = {}
+        found: dict[Addresses, str] = {}
         name: Any
         value: Any
         step = self._step
@@ -112,8 +112,8 @@ class NamedSites:
             elif self._collectives.arrive(value):
                 edges, slot = step.writers_of(value), layouts.of(value)
                 others.append((len(names), value))
-                if has_place(value):
-                    found.setdefault(place_of(value), name)
+                if has_address(value):
+                    found.setdefault(addresses_of(value), name)
             else:
                 edges, slot = step.writers_of(value), layouts.without_bits(value, IN_FLIGHT)
                 others.append((len(names), 0))

@@ -96,7 +96,7 @@ class _Ordering:
         self._readers: dict[int, CallNode] = {}  # position of a site added at a first read -> first reader
         self._last_of_module: dict[str, int] = {}  # last position of the forward pass in each module
         self.order: list[int] = []
-        self._place_of: dict[int, int] = {}
+        self._position_of: dict[int, int] = {}
 
     def _keys(self, digests: Sequence[int]) -> list[_Key]:
         keys: list[_Key] = []
@@ -222,7 +222,7 @@ class _Ordering:
             return
         group.is_placed = True
         for position in group.positions:
-            self._place_of[position] = len(self.order)
+            self._position_of[position] = len(self.order)
             self.order.append(position)
         if group.call.phase == "forward" and not group.is_read_first:
             self._last_of_module[group.call.module] = len(self.order)
@@ -274,7 +274,7 @@ class _Ordering:
 
     def _call_at(self, group: Group) -> CallNode:
         while group.is_sum:
-            group = self._group_of[max(group.reads, key=self._place_of.__getitem__)]
+            group = self._group_of[max(group.reads, key=self._position_of.__getitem__)]
         return group.call
 
     def sites(self) -> list[Site]:
@@ -287,7 +287,7 @@ class _Ordering:
             elif (group := self._group_of[position]).is_sum:
                 call = self._call_at(group)
                 row = replace(row, module=call.module, source=call.source)
-            found.append(replace(row, inputs=tuple(sorted(self._place_of[at] for at in row.inputs))))
+            found.append(replace(row, inputs=tuple(sorted(self._position_of[at] for at in row.inputs))))
         return found
 
 

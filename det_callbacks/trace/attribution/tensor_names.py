@@ -9,12 +9,12 @@ from torch import Tensor
 from det_callbacks.internals.torch import pin_storage, storage_address, unpin_storage
 from det_callbacks.trace.op.components import STRIDED, address_of, has_parts, holds_data, parts_of
 
-Place = tuple[int, int]
-"""Address of a tensor's storage, and of its first element."""
+Addresses = tuple[int, int]
+"""Addresses of a tensor's storage, and of its first element."""
 
 
 class NameTable:
-    """Maps places in memory to the qualified names of parameters, buffers and optimizer states.
+    """Maps addresses to the qualified names of parameters, buffers and optimizer states.
 
     It collects names when a step begins (those of an optimizer's state when it is first seen), so a resumed run
     gets the same names. Weak references pin the storages, so that no address is reused.
@@ -23,24 +23,24 @@ class NameTable:
     def __init__(self) -> None:
         self.list_state: Callable[[], Iterable[tuple[str, object]]] = tuple
         self.list_parameters: Callable[[torch.Size], Iterable[tuple[str, Tensor]]] = lambda shape: ()
-        self.known: dict[Place, str] = {}
+        self.known: dict[Addresses, str] = {}
         self._pins: list[int] = []
         self._begins: dict[int, list[int]] = {}  # storage -> addresses of its named tensors
 
     def refresh(self) -> None:
-        entries = [(name, value) for name, value in self.list_state() if has_place(value)]
-        self.keep({place_of(value): name for name, value in reversed(entries)}, entries)
+        entries = [(name, value) for name, value in self.list_state() if has_address(value)]
+        self.keep({addresses_of(value): name for name, value in reversed(entries)}, entries)
 
-    def keep(self, names: dict[Place, str], entries: Iterable[tuple[str, object]]) -> None:
+    def keep(self, names: dict[Addresses, str], entries: Iterable[tuple[str, object]]) -> None:
         if names != self.known:
             self.close()
             self.known = names
             for storage, address in names:
                 self._begins.setdefault(storage, []).append(address)
-            self._pins = [pin_storage(next(parts_of(one)).untyped_storage()) for _, one in entries if has_place(one)]
+            self._pins = [pin_storage(next(parts_of(one)).untyped_storage()) for _, one in entries if has_address(one)]
 
     def of(self, tensor: Tensor) -> str | None:
-        return self.known.get(place_of(tensor))
+        return self.known.get(addresses_of(tensor))
 
     def offset_in(self, tensor: Tensor) -> int:
         """Return the offset of a tensor inside its named tensor, or inside its storage.
@@ -72,7 +72,7 @@ class NameTable:
         self.close()
 
 
-def has_place(value: object) -> TypeGuard[Tensor]:
+def has_address(value: object) -> TypeGuard[Tensor]:
     """Return whether a tensor, or its DTensor shard, is one strided tensor in memory."""
     if not isinstance(value, Tensor) or not holds_data(value):
         return False
@@ -80,6 +80,6 @@ def has_place(value: object) -> TypeGuard[Tensor]:
     return [part.numel() > 0 and not has_parts(part) for part in parts] == [True]
 
 
-def place_of(tensor: Tensor) -> Place:
+def addresses_of(tensor: Tensor) -> Addresses:
     part = next(parts_of(tensor)) if has_parts(tensor) else tensor
     return storage_address(part.untyped_storage()), address_of(part)
