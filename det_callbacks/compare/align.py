@@ -69,8 +69,8 @@ def align(reference: StepView, current: StepView) -> Alignment:
     Equal programs cost nothing, different ones some 10 microseconds a site.
     """
     if reference.record.program_id == current.record.program_id:
-        places = np.arange(len(reference.program), dtype=np.int64)
-        return Alignment(reference=places, current=places, is_same_program=True)
+        positions = np.arange(len(reference.program), dtype=np.int64)
+        return Alignment(reference=positions, current=positions, is_same_program=True)
     key_ids: dict[Hashable, int] = {}
     reference_step, current_step = _group(reference, key_ids), _group(current, key_ids)
     matches = _match_units(reference_step.units, current_step.units)
@@ -130,9 +130,9 @@ def _group(view: StepView, key_ids: dict[Hashable, int]) -> _Step:
 def _bounds(sites: tuple[Site, ...]) -> Iterator[tuple[int, int, int]]:
     """Yield each unit's first row, its first row that is not an input, and one past its last."""
     num_sites = len(sites)
-    place = 0
-    while place < num_sites:
-        start = _skip_leading(sites, place)
+    position = 0
+    while position < num_sites:
+        start = _skip_leading(sites, position)
         stop = start + 1
         head = sites[start]
         if head.op:
@@ -140,23 +140,23 @@ def _bounds(sites: tuple[Site, ...]) -> Iterator[tuple[int, int, int]]:
                 stop += 1
             while stop < num_sites and _follows(sites[stop], sites[stop - 1], sites[stop - 1].output + 1):
                 stop += 1
-        yield place, start, stop
-        place = stop
+        yield position, start, stop
+        position = stop
 
 
-def _skip_leading(sites: tuple[Site, ...], place: int) -> int:
-    """Return the first row of the call that reads the input rows from here on; ``place`` if no call reads them all."""
-    start = place
+def _skip_leading(sites: tuple[Site, ...], position: int) -> int:
+    """Return the first row of the call that reads the input rows from here on, else ``position``."""
+    start = position
     while start < len(sites) and sites[start].role in _LEADING:
         start += 1
-    if start == place or start == len(sites) or not sites[start].op:
-        return place
+    if start == position or start == len(sites) or not sites[start].op:
+        return position
     reader = sites[start]
     if reader.role == "argument" and start + 1 < len(sites):
         reader = sites[start + 1]
     # generators at a step's top belong to no op
-    reads_all_rows = set(range(place, start)).issubset(reader.inputs)
-    return start if reads_all_rows else place
+    reads_all_rows = set(range(position, start)).issubset(reader.inputs)
+    return start if reads_all_rows else position
 
 
 def _follows(site: Site, before: Site, output: int) -> bool:
@@ -229,8 +229,8 @@ def _join(reference: _Step, current: _Step, matches: Pairs) -> Pairs:
             reference.units[reference_start:reference_index], current.units[current_start:current_index], partners
         )
         reference_unit, current_unit = reference.units[reference_index], current.units[current_index]
-        rows += [(place, -1) for place in reference_unit.leads if place not in paired]
-        rows += [(partners.get(place, -1), place) for place in current_unit.leads]
+        rows += [(position, -1) for position in reference_unit.leads if position not in paired]
+        rows += [(partners.get(position, -1), position) for position in current_unit.leads]
         rows += _pair_outputs(reference.view, reference_unit, current.view, current_unit)
         reference_start, current_start = reference_index + 1, current_index + 1
     return rows + _unmatched_rows(reference.units[reference_start:], current.units[current_start:], partners)
@@ -238,10 +238,10 @@ def _join(reference: _Step, current: _Step, matches: Pairs) -> Pairs:
 
 def _unmatched_rows(reference: Sequence[_Unit], current: Sequence[_Unit], partners: dict[int, int]) -> Pairs:
     """Return the rows of units without a match; of their input rows, only those with a partner."""
-    rows: Pairs = [(place, -1) for unit in reference for place in unit.rows]
+    rows: Pairs = [(position, -1) for unit in reference for position in unit.rows]
     for unit in current:
-        rows += [(partners[place], place) for place in unit.leads if place in partners]
-        rows += [(-1, place) for place in unit.rows]
+        rows += [(partners[position], position) for position in unit.leads if position in partners]
+        rows += [(-1, position) for position in unit.rows]
     return rows
 
 
@@ -272,29 +272,29 @@ def _pair_inputs_of_calls(reference: _Step, current: _Step, matches: Pairs) -> d
 def _pair_inputs_by_key(reference: _Step, current: _Step, partners: dict[int, int]) -> dict[int, int]:
     """Return the reference's input row for each of the current step that is not in ``partners``, if keys match."""
     paired = {*partners.values()}
-    reference_rows = [place for unit in reference.units for place in unit.leads if place not in paired]
-    current_rows = [place for unit in current.units for place in unit.leads if place not in partners]
+    reference_rows = [position for unit in reference.units for position in unit.leads if position not in paired]
+    current_rows = [position for unit in current.units for position in unit.leads if position not in partners]
     pairs = _pair_by_key(
-        [(_input_key(reference.view, place), place) for place in reference_rows],
-        [(_input_key(current.view, place), place) for place in current_rows],
+        [(_input_key(reference.view, position), position) for position in reference_rows],
+        [(_input_key(current.view, position), position) for position in current_rows],
     )
     return {current_row: reference_row for reference_row, current_row in pairs if reference_row >= 0}
 
 
-def _input_key(view: StepView, place: int) -> tuple[Hashable, ...]:
+def _input_key(view: StepView, position: int) -> tuple[Hashable, ...]:
     """Return the key that input rows of one tensor share: its name, or else its layout and bits."""
-    site = view.program.sites[place]
+    site = view.program.sites[position]
     if site.role in ("input", "graph_output") and site.name:
         return site.role, site.name
-    return site.role, site.name, view.layout.entries[place], int(view.record.digests[place])
+    return site.role, site.name, view.layout.entries[position], int(view.record.digests[position])
 
 
 def _pair_by_key(reference: Sequence[tuple[Hashable, int]], current: Sequence[tuple[Hashable, int]]) -> Pairs:
-    """Return each current place with the first unused reference place of the same key, else -1."""
+    """Return each current position with the first unused reference position of the same key, else -1."""
     unused: defaultdict[Hashable, list[int]] = defaultdict(list)
-    for key, place in reversed(reference):
-        unused[key].append(place)
-    return [(unused[key].pop() if unused[key] else -1, place) for key, place in current]
+    for key, position in reversed(reference):
+        unused[key].append(position)
+    return [(unused[key].pop() if unused[key] else -1, position) for key, position in current]
 
 
 def _pair_outputs(
@@ -308,11 +308,12 @@ def _pair_outputs(
 
     def with_keys(view: StepView, unit: _Unit) -> list[tuple[Hashable, int]]:
         sites = view.program.sites
-        return [((sites[place].role, sites[place].name or sites[place].output), place) for place in unit.rows]
+        rows = [(position, sites[position]) for position in unit.rows]
+        return [((site.role, site.name or site.output), position) for position, site in rows]
 
     pairs = _pair_by_key(with_keys(reference_view, reference_unit), with_keys(current_view, current_unit))
     paired = {reference_row for reference_row, _ in pairs}
-    return [*rows, *((place, -1) for place in reference_unit.rows if place not in paired), *pairs]
+    return [*rows, *((position, -1) for position in reference_unit.rows if position not in paired), *pairs]
 
 
 def _trim(
@@ -320,7 +321,7 @@ def _trim(
 ) -> tuple[Pairs, Gap]:
     """Return the matches in the common prefix and suffix of a gap, and the gap between them.
 
-    ``suffix_first`` puts an insertion in the earliest possible place.
+    ``suffix_first`` puts an insertion as early as possible.
     """
     reference_start, reference_stop = gap.reference.start, gap.reference.stop
     current_start, current_stop = gap.current.start, gap.current.stop
@@ -344,9 +345,13 @@ def _match(reference_keys: Sequence[int], current_keys: Sequence[int], gap: Gap)
     In a large gap, keys match by their n-th occurrence from its end, as far as their order agrees.
     """
     if len(gap.reference) * len(gap.current) > MAX_CELLS:
-        reference_places = _places_by_occurrence(reference_keys, gap.reference)
-        current_places = _places_by_occurrence(current_keys, gap.current)
-        common = [(place, current_places[key]) for key, place in reference_places.items() if key in current_places]
+        reference_positions = _positions_by_occurrence(reference_keys, gap.reference)
+        current_positions = _positions_by_occurrence(current_keys, gap.current)
+        common = [
+            (position, current_positions[key])
+            for key, position in reference_positions.items()
+            if key in current_positions
+        ]
         return _longest_increasing(common[::-1])
     # backwards, because the search puts insertions as late as possible
     reference_backwards, current_backwards = gap.reference[::-1], gap.current[::-1]
@@ -364,13 +369,13 @@ def _match(reference_keys: Sequence[int], current_keys: Sequence[int], gap: Gap)
     return pairs[::-1]
 
 
-def _places_by_occurrence(keys: Sequence[int], places: range) -> dict[tuple[int, int], int]:
-    """Return places by key and the number of its later occurrences among them, the last place first."""
+def _positions_by_occurrence(keys: Sequence[int], positions: range) -> dict[tuple[int, int], int]:
+    """Return positions by key and the number of its later occurrences among them, the last position first."""
     seen: Counter[int] = Counter()
     found = {}
-    for place in reversed(places):
-        key = keys[place]
-        found[key, seen[key]] = place
+    for position in reversed(positions):
+        key = keys[position]
+        found[key, seen[key]] = position
         seen[key] += 1
     return found
 
@@ -386,13 +391,13 @@ def _gaps_between(pairs: Pairs, gap: Gap) -> list[Gap]:
     return gaps
 
 
-def _in_range(items: Sequence[_Item], places: range) -> Sequence[_Item]:
-    return items[places.start : places.stop]
+def _in_range(items: Sequence[_Item], positions: range) -> Sequence[_Item]:
+    return items[positions.start : positions.stop]
 
 
 def _longest_increasing(candidates: Pairs) -> Pairs:
     """Return the longest run of pairs that ascends in both steps; the candidates ascend in the reference."""
-    ends: list[int] = []  # the smallest last place in the current step of a run of each length
+    ends: list[int] = []  # the smallest last position in the current step of a run of each length
     runs: list[tuple[Any, ...]] = []  # the best run of each length: (last pair, run before it)
     for pair in candidates:
         length = bisect_left(ends, pair[1])

@@ -9,6 +9,7 @@ import numpy as np
 
 from det_callbacks.compare.align import Alignment
 from det_callbacks.compare.arguments import ArgumentDifference, other_arguments
+from det_callbacks.digest.host import format_digest
 from det_callbacks.runs.program import (
     AFTER_STEP,
     IN_FLIGHT,
@@ -80,21 +81,21 @@ class StepDifference:
     def __init__(self, reference: StepView, current: StepView, alignment: Alignment) -> None:
         self.reference, self.current, self.alignment = reference, current, alignment
         self.rank, self.segment, self.step = current.rank, current.record.segment, current.record.step
-        reference_places, current_places = alignment.reference, alignment.current
-        self.pairs = list(zip(reference_places.tolist(), current_places.tolist(), strict=True))
-        both = (reference_places >= 0) & (current_places >= 0)
+        reference_positions, current_positions = alignment.reference, alignment.current
+        self.pairs = list(zip(reference_positions.tolist(), current_positions.tolist(), strict=True))
+        both = (reference_positions >= 0) & (current_positions >= 0)
         self._both = both
         other_bits = np.zeros(len(alignment), dtype=bool)
-        reference_digests = reference.record.digests[reference_places[both]]
-        other_bits[both] = reference_digests != current.record.digests[current_places[both]]
+        reference_digests = reference.record.digests[reference_positions[both]]
+        other_bits[both] = reference_digests != current.record.digests[current_positions[both]]
         other_layout = np.zeros(len(alignment), dtype=bool)
         self._other_layout = other_layout
         if not alignment.is_same_program or reference.record.layout_id != current.record.layout_id:
             reference_entries, current_entries = reference.layout.entries, current.layout.entries
-            pairs = zip(reference_places[both].tolist(), current_places[both].tolist(), strict=True)
+            pairs = zip(reference_positions[both].tolist(), current_positions[both].tolist(), strict=True)
             other_layout[both] = [
-                reference_entries[reference_place] != current_entries[current_place]
-                for reference_place, current_place in pairs
+                reference_entries[reference_position] != current_entries[current_position]
+                for reference_position, current_position in pairs
             ]
         self.num_compared = int(both.sum())
         self.differs = other_bits | other_layout | ~both
@@ -106,8 +107,8 @@ class StepDifference:
         kinds: dict[int, Kind] = dict.fromkeys(np.flatnonzero(self.differs).tolist(), "content")
         kinds.update(dict.fromkeys(np.flatnonzero(self.differs & other_layout).tolist(), "structure"))
         kinds.update((row, "argument") for row, known in self.arguments.items() if known)
-        kinds.update(dict.fromkeys(np.flatnonzero(reference_places < 0).tolist(), "extra"))
-        kinds.update(dict.fromkeys(np.flatnonzero(current_places < 0).tolist(), "missing"))
+        kinds.update(dict.fromkeys(np.flatnonzero(reference_positions < 0).tolist(), "extra"))
+        kinds.update(dict.fromkeys(np.flatnonzero(current_positions < 0).tolist(), "missing"))
         # the layout of a named input is that of its first reader: a different reader is not a difference
         others = np.flatnonzero(self.differs & other_layout & ~other_bits).tolist()
         views = [row for row in others if self.site(row).role == "input" and self.site(row).name]
@@ -130,15 +131,15 @@ class StepDifference:
 
     def describe(self, row: int) -> Divergence:
         """Return the divergence of a row; a row that does not differ also gets the kind content."""
-        reference_place, current_place = self.pairs[row]
+        reference_position, current_position = self.pairs[row]
         site, reference, current = self.site(row), self.reference, self.current
         if site.role in ("value", "argument", "graph"):
             layout = None
-        elif current_place >= 0:
-            layout = current.layout.entries[current_place]
+        elif current_position >= 0:
+            layout = current.layout.entries[current_position]
         else:
-            layout = reference.layout.entries[reference_place]
-        reference_site = reference.program.sites[reference_place] if reference_place >= 0 else site
+            layout = reference.layout.entries[reference_position]
+        reference_site = reference.program.sites[reference_position] if reference_position >= 0 else site
         return Divergence(
             rank=self.rank,
             step=self.step,
@@ -152,17 +153,17 @@ class StepDifference:
             source=site.source or reference_site.source or self._lines_of_reader(row),
             shape=None if layout is None else layout.shape,
             dtype=None if layout is None else layout.dtype,
-            reference_digest=None if reference_place < 0 else f"{int(reference.record.digests[reference_place]):016x}",
-            current_digest=None if current_place < 0 else f"{int(current.record.digests[current_place]):016x}",
+            reference_digest=_digest_at(reference, reference_position),
+            current_digest=_digest_at(current, current_position),
             is_origin=_IS_ORIGIN.get(self.start(row)),
             segment=self.segment,
         )
 
     def finding(self, row: int) -> Finding:
-        reference_place, current_place = self.pairs[row]
+        reference_position, current_position = self.pairs[row]
         layouts = None
         if self._other_layout[row]:
-            layouts = self.reference.layout.entries[reference_place], self.current.layout.entries[current_place]
+            layouts = self.reference.layout.entries[reference_position], self.current.layout.entries[current_position]
         return Finding(
             divergence=self.describe(row),
             row=row,
@@ -182,17 +183,17 @@ class StepDifference:
 
     def digest(self, row: int) -> int:
         """Return the bits of a row: the current step's if it has one."""
-        reference_place, current_place = self.pairs[row]
-        if current_place >= 0:
-            return int(self.current.record.digests[current_place])
-        return int(self.reference.record.digests[reference_place])
+        reference_position, current_position = self.pairs[row]
+        if current_position >= 0:
+            return int(self.current.record.digests[current_position])
+        return int(self.reference.record.digests[reference_position])
 
     def side(self, row: int) -> tuple[Program, int]:
         """Return the program and the position of a row's site."""
-        reference_place, current_place = self.pairs[row]
-        if current_place >= 0:
-            return self.current.program, current_place
-        return self.reference.program, reference_place
+        reference_position, current_position = self.pairs[row]
+        if current_position >= 0:
+            return self.current.program, current_position
+        return self.reference.program, reference_position
 
     def _by_row(self, reference: np.ndarray, current: np.ndarray) -> np.ndarray:
         """Merge two arrays by position into one by row: the current step's value if it has one."""
@@ -213,7 +214,7 @@ class StepDifference:
         return self._by_row(*(np.arange(len(program)) < num_leading_sites(program) for program in programs))
 
     def sites_read(self, row: int) -> list[Site]:
-        return [self.side(row)[0].sites[place] for place in self.site(row).inputs]
+        return [self.side(row)[0].sites[position] for position in self.site(row).inputs]
 
     def _lines_of_reader(self, row: int) -> tuple[str, ...]:
         """Return the lines of the only op that reads a generator, or made the output of a gradient."""
@@ -231,7 +232,8 @@ class StepDifference:
         """Return the phase of the first op that reads a row; "" if none does."""
         program, position = self.side(row)
         readers, read = program.edges
-        sites = (program.sites[place] for place in readers[read == position].tolist() if place > position)
+        later = readers[(read == position) & (readers > position)].tolist()
+        sites = (program.sites[reader] for reader in later)
         return next((site.phase for site in sites if site.op), "")
 
     def _sides_of(self, row: int) -> Iterator[tuple[StepView, int]]:
@@ -242,9 +244,9 @@ class StepDifference:
     def _has_detail(self, row: int, *details: str, is_read: bool) -> bool:
         """Return whether a row, or a site that it read, has one of these layout details in either step."""
         entries = (
-            view.layout.entries[place]
+            view.layout.entries[at]
             for view, position in self._sides_of(row)
-            for place in (view.program.sites[position].inputs if is_read else (position,))
+            for at in (view.program.sites[position].inputs if is_read else (position,))
         )
         return any(entry is not None and entry.detail in details for entry in entries)
 
@@ -261,9 +263,9 @@ class StepDifference:
             if self.kinds[row] == "content":
                 read = [[*view.program.sites[position].inputs] for view, position in self._sides_of(row)]
                 told = list(zip(since, read, self.pairs[row], strict=True))
-                if not any((known[places] < position).any() for known, places, position in told if places):
-                    for known, places, position in told:
-                        known[places] = position
+                if not any((known[inputs] < position).any() for known, inputs, position in told if inputs):
+                    for known, inputs, position in told:
+                        known[inputs] = position
         return self._readers(since)
 
     def _readers(self, since: Sequence[np.ndarray]) -> np.ndarray:
@@ -398,11 +400,11 @@ class StepDifference:
 
     def _is_rewired(self, row: int) -> bool:
         """Return whether an op with different bits or shapes reads different sites than in the reference."""
-        reference_place, current_place = self.pairs[row]
+        reference_position, current_position = self.pairs[row]
         if self.alignment.is_same_program or not self.site(row).op or self.kinds[row] not in ("content", "structure"):
             return False
-        inputs = [self._partners.get(place, -1) for place in self.current.program.sites[current_place].inputs]
-        return sorted(inputs) != sorted(self.reference.program.sites[reference_place].inputs)
+        inputs = [self._partners.get(position, -1) for position in self.current.program.sites[current_position].inputs]
+        return sorted(inputs) != sorted(self.reference.program.sites[reference_position].inputs)
 
     @cached_property
     def _partners(self) -> dict[int, int]:
@@ -430,3 +432,7 @@ def _readable_sites(program: Program) -> np.ndarray:
     for position in np.flatnonzero(program.roles == "generator").tolist():
         is_readable[position] |= program.sites[position].name in _HOST_GENERATORS
     return is_readable
+
+
+def _digest_at(view: StepView, position: int) -> str | None:
+    return None if position < 0 else format_digest(int(view.record.digests[position]))

@@ -190,7 +190,7 @@ class _Row:
     """A site of both steps and its positions in each: several for fused modules, none if a step lacks it."""
 
     positions: tuple[Sequence[int], Sequence[int]]
-    place: Divergence | None = None  # None if it was not kept
+    divergence: Divergence | None = None  # None if it was not kept
     measure: Measure | None = None  # None if unknown
     is_equal: bool = False  # bit for bit
 
@@ -242,7 +242,7 @@ class _Carried:
 
     def read(self, position: int) -> _Error:
         """Return the largest error of a site's inputs."""
-        return _largest([self._carried[place] for place in self._sites[position].inputs])
+        return _largest([self._carried[at] for at in self._sites[position].inputs])
 
 
 class _StepNumerics:
@@ -271,7 +271,7 @@ class _StepNumerics:
             for row in rows:
                 side.note(row.positions[number], row)
             side.carry()
-        kept = sorted((row for row in rows if row.place is not None), key=lambda row: row.positions[1][0])
+        kept = sorted((row for row in rows if row.divergence is not None), key=lambda row: row.positions[1][0])
         sites = [self._site(row, sides) for row in kept]
         # with unknown inputs, nothing shows that the error is rounding
         changed = [not site.within and (site.reads is None or _growth(site) >= JUMP) for site in sites]
@@ -300,7 +300,7 @@ class _StepNumerics:
         in_groups = [{at for group in self._fused for at in group[side]} for side in (0, 1)]
         for row, pair in enumerate(found.pairs):
             reference_place, current_place = pair
-            is_kept = [place in kept for place, kept in zip(pair, self._kept, strict=True)]
+            is_kept = [at in kept for at, kept in zip(pair, self._kept, strict=True)]
             if reference_place in in_groups[0] or current_place in in_groups[1]:
                 continue
             if min(reference_place, current_place) < 0:
@@ -313,15 +313,15 @@ class _StepNumerics:
             else:
                 self.not_compared["only one run kept it"] += any(is_kept)
         for group in self._fused:
-            is_kept = [place in kept for places, kept in zip(group, self._kept, strict=True) for place in places]
+            is_kept = [at in kept for positions, kept in zip(group, self._kept, strict=True) for at in positions]
             if not all(is_kept):
                 self.not_compared["of fused modules, and not all of them kept"] += 1
                 continue
-            reference_places, current_places = group
-            whole_side = 1 if len(current_places) == 1 else 0
+            reference_positions, current_positions = group
+            whole_side = 1 if len(current_positions) == 1 else 0
             whole_place = group[whole_side][0]
             whole = next(row for row, pair in enumerate(found.pairs) if pair[whole_side] == whole_place)
-            yield self._compared(found.describe(whole), reference_places, current_places)
+            yield self._compared(found.describe(whole), reference_positions, current_positions)
 
     def _equal(self, row: int, *, has_bits: bool) -> _Row:
         positions = self._difference.pairs[row]
@@ -329,16 +329,18 @@ class _StepNumerics:
         num = len(range(entry["first"], prod(entry["shape"]), entry["every"])) if has_bits else 0
         return _Row(
             positions=((positions[0],), (positions[1],)),
-            place=self._difference.describe(row) if has_bits else None,
+            divergence=self._difference.describe(row) if has_bits else None,
             measure=Measure(num_elements=num),
             is_equal=True,
         )
 
-    def _compared(self, place: Divergence, reference_places: Sequence[int], current_places: Sequence[int]) -> _Row:
-        row = _Row(positions=(reference_places, current_places))
+    def _compared(
+        self, divergence: Divergence, reference_positions: Sequence[int], current_positions: Sequence[int]
+    ) -> _Row:
+        row = _Row(positions=(reference_positions, current_positions))
         sides = [
-            [self._read(0, position) for position in reference_places],
-            [self._read(1, position) for position in current_places],
+            [self._read(0, position) for position in reference_positions],
+            [self._read(1, position) for position in current_positions],
         ]
         whole = min(sides, key=len)[0].shape
         reference, current = (_joined(tensors, whole) for tensors in sides)
@@ -352,24 +354,25 @@ class _StepNumerics:
         size = _root_mean_square(reference)
         reference, current = common_elements(reference, current)
         known = measure(np.ravel(reference.bits), np.ravel(current.bits), dtypes, root_mean_square=size)
-        bound = None if self._rounding is None else self._rounding.bound(place, coarser(*dtypes))
+        bound = None if self._rounding is None else self._rounding.bound(divergence, coarser(*dtypes))
         if bound is not None:
             known = replace(known, excess=_multiple(known.relative, bound))
         self.num_default += self._rounding is not None and bound is None
-        return replace(row, place=replace(place, dtype=coarser(*dtypes)), measure=known)
+        return replace(row, divergence=replace(divergence, dtype=coarser(*dtypes)), measure=known)
 
     def _read(self, side: int, position: int) -> SavedTensor:
         return self._saved[side].read(self._kept[side][position])
 
     def _site(self, row: _Row, sides: Sequence[_Carried]) -> SiteNumerics:
-        place, known = row.place, row.measure
-        if place is None or known is None:
+        divergence, known = row.divergence, row.measure
+        if divergence is None or known is None:
             raise ValueError("it was not compared")
         read = _largest(
             [side.read(at) for side, positions in zip(sides, row.positions, strict=True) for at in positions]
         )
         is_known = read.relative < inf
-        fields = {one.name: getattr(place, one.name) for one in dataclass_fields(place) if one.name != "numbers"}
+        names = [one.name for one in dataclass_fields(divergence) if one.name != "numbers"]
+        fields = {name: getattr(divergence, name) for name in names}
         if row.is_equal:
             fields["kind"] = "equal"
         return SiteNumerics(
@@ -392,14 +395,14 @@ class _StepNumerics:
         A sum whose terms cancel has a large relative error, but an absolute error like those of its n terms: about
         sqrt(n) times as large if these are independent.
         """
-        if known.relative is None or known.absolute is None or row.place is None:
+        if known.relative is None or known.absolute is None or row.divergence is None:
             return None
-        growth = known.relative / (max(read.relative, epsilon(row.place.dtype or "")) or 1.0)
-        if _SUMS.match(row.place.op) and read.absolute:
+        growth = known.relative / (max(read.relative, epsilon(row.divergence.dtype or "")) or 1.0)
+        if _SUMS.match(row.divergence.op) and read.absolute:
             view, position = self._views[1], row.positions[1][0]
-            entries = [view.layout.entries[place] for place in view.program.sites[position].inputs]
+            entries = [view.layout.entries[at] for at in view.program.sites[position].inputs]
             num_read = max((prod(entry.shape) for entry in entries if entry is not None), default=1)
-            num_terms = max(num_read / max(prod(row.place.shape or ()), 1), 1)
+            num_terms = max(num_read / max(prod(row.divergence.shape or ()), 1), 1)
             growth = min(growth, known.absolute / (read.absolute * math.sqrt(num_terms)))
         return growth
 

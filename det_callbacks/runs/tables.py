@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -46,8 +46,8 @@ LAYOUT_SCHEMA = pa.schema(
     }
 )
 
-_NUM_CACHED_LAYOUTS = 4
-"""How many layouts are kept by their files' content: two runs that are compared have the same ones."""
+_NUM_CACHED_FILES = 4
+"""How many programs and layouts are kept by their files' content: two runs that are compared have the same ones."""
 
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / the golden ratio, as in Fibonacci hashing
 
@@ -125,20 +125,20 @@ def read_program(folder: Path, sites: SiteTable, identity: int) -> Program:
     """Return a program; raise ReferenceFormatError if its file is damaged or has a different version."""
 
     def parse(content: bytes) -> Program:
-        table = _table_of(content, PROGRAM_SCHEMA)
-        counts = json.loads(table.schema.metadata[b"counts"])
-        ids, inputs = table.column("site").combine_chunks(), table.column("inputs").combine_chunks()
-        if table.schema.metadata[b"digest"].decode() != _counts_digest(ids.to_numpy(), counts):
-            raise ValueError("its sites or counts do not match its digest")
+        columns = _program_columns(content)
+        counts = columns.counts
         try:
-            rows = sites.rows(ids.to_pylist())
+            rows = sites.rows(columns.ids)
         except KeyError as error:
             raise ValueError(f"no file in {folder / SITES} has site {error} of this program") from error
         program = Program(
             rows=rows,
-            num_read=inputs.value_lengths().to_numpy(),
-            read=inputs.flatten().to_numpy(),
-            **msgspec.structs.asdict(msgspec.convert(counts, _Counts)),
+            num_read=columns.num_read,
+            read=columns.read,
+            ops_seen=counts.ops_seen,
+            ops_digested=counts.ops_digested,
+            ops_skipped=dict(counts.ops_skipped),  # the columns are cached, and programs must not share a dictionary
+            opaque_regions=counts.opaque_regions,
         )
         if program.id != identity:
             raise ValueError("its content does not match the id in its name")
@@ -154,6 +154,28 @@ class _Counts(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     opaque_regions: tuple[str, ...]
 
 
+class _Columns(NamedTuple):
+    ids: tuple[int, ...]
+    num_read: np.ndarray
+    read: np.ndarray
+    counts: _Counts
+
+
+@lru_cache(_NUM_CACHED_FILES)
+def _program_columns(content: bytes) -> _Columns:
+    table = _table_of(content, PROGRAM_SCHEMA)
+    counts = json.loads(table.schema.metadata[b"counts"])
+    ids, inputs = table.column("site").combine_chunks(), table.column("inputs").combine_chunks()
+    if table.schema.metadata[b"digest"].decode() != _counts_digest(ids.to_numpy(), counts):
+        raise ValueError("its sites or counts do not match its digest")
+    return _Columns(
+        ids=tuple(ids.to_pylist()),
+        num_read=inputs.value_lengths().to_numpy(),
+        read=inputs.flatten().to_numpy(),
+        counts=msgspec.convert(counts, _Counts),
+    )
+
+
 def read_layout(folder: Path, identity: int) -> Layout:
     """Return a layout; raise ReferenceFormatError if its file is damaged or of a different version."""
 
@@ -166,7 +188,7 @@ def read_layout(folder: Path, identity: int) -> Layout:
     return _parse_file(table_path(folder, LAYOUTS, identity), parse)
 
 
-@lru_cache(_NUM_CACHED_LAYOUTS)
+@lru_cache(_NUM_CACHED_FILES)
 def _layout_of(content: bytes) -> tuple[Layout, int]:
     """Return a layout and its id. Most sites share an entry, so this makes and digests each distinct one once."""
     table = _table_of(content, LAYOUT_SCHEMA)

@@ -102,6 +102,15 @@ def test_a_table_that_is_not_what_was_written_is_refused(tmp_path, kind, ours, t
         assert str(path) in str(caught.value)
 
 
+def test_programs_of_one_file_share_no_counts(tmp_path):
+    (tmp_path / "programs").mkdir()
+    program = replace(small_program(), ops_skipped={"aten.view.default": 2})
+    write_program(tmp_path, program)
+    first, second = read_program(tmp_path, program.id), read_program(tmp_path, program.id)
+    first.ops_skipped["aten.view.default"] += 1
+    assert second == read_program(tmp_path, program.id) == program
+
+
 def test_a_site_that_is_not_what_its_file_says_or_is_in_none_is_refused(tmp_path):
     (tmp_path / "programs").mkdir()
     program = small_program()
