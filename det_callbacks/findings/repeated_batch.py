@@ -1,4 +1,4 @@
-"""Consecutive steps of an epoch get the same batch.
+"""Consecutive steps of an epoch get the same batch; in a followed script, also steps of several epochs.
 
 Example:
     All 5 steps from step 3 to 7 get the previous step's batch (batch[0] and batch[1]). Check
@@ -11,6 +11,7 @@ from itertools import pairwise
 from det_callbacks.findings.equal_workers import in_groups
 from det_callbacks.findings.facts import MIN_STEPS, FitFacts
 from det_callbacks.findings.rule import Found, Level, found_in, from_to, of_one_process
+from det_callbacks.runs.environment import FOLLOWED
 from det_callbacks.text import listed
 
 NAME = "repeated_batch"
@@ -24,12 +25,15 @@ def find(fit: FitFacts) -> Found | None:
     if fit.choice("trainer.overfit_batches"):
         return None
     names = _names(fit)
+    has_more_data = _has_more_data(fit)
     # a batch of one sample, or of equal samples, may repeat by chance
-    if not names or (fit.num_batches == 1 and not _has_more_data(fit)) or in_groups(fit) is not None:
+    if not names or (fit.num_batches == 1 and not has_more_data) or in_groups(fit) is not None:
         return None
+    # in a followed script, each iter(loader) begins an epoch
+    spans_epochs = has_more_data and fit.choice(FOLLOWED) is not None
     num_pairs, streak, longest, repeated = 0, 0, 0, list[int]()
     for (step, epoch, batch), (next_step, next_epoch, next_batch) in pairwise(fit.batches):
-        if next_step != step + 1 or next_epoch != epoch:
+        if next_step != step + 1 or (next_epoch != epoch and not spans_epochs):
             streak = 0
             continue
         num_pairs += 1

@@ -121,6 +121,13 @@ def test_what_is_recorded_of_a_step(command):
     assert verdict.coverage.followed == "Net, AdamW"
 
 
+@pytest.mark.parametrize(("words", "finds"), [((), True), (("whole",), False)])
+def test_a_loader_that_each_step_restarts_is_found_unless_it_has_only_one_batch(words, finds, command, capfd):
+    assert command("record", "run", "restarted", *words).status == 0
+    status, told = main(["findings", "run"]), capfd.readouterr().out
+    assert (status, "All 5 steps from step 1 to 5 get the previous step's batch" in told) == (finds, finds), told
+
+
 def test_several_trainings_are_one_run(command):
     done = command("record", "run", "folds")
     assert done.status == 0, done.text + done.errors
