@@ -50,6 +50,18 @@ class Series:
     def is_constant(self) -> bool:
         return bool((self.digests == self.digests[0]).all())
 
+    def since(self, step: int) -> "Series":
+        """Return the part from a step on."""
+        first = int(np.searchsorted(self.steps, step))
+        return Series(steps=self.steps[first:], digests=self.digests[first:])
+
+    @property
+    def after_last_change(self) -> "Series":
+        """The steps after the last one that changed the digest; all if none did."""
+        changes = np.flatnonzero(self.digests[1:] != self.digests[:-1])
+        first = int(changes[-1]) + 2 if len(changes) else 0
+        return Series(steps=self.steps[first:], digests=self.digests[first:])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:

@@ -1,4 +1,4 @@
-"""The statistics of a normalisation, or an averaged copy of the weights, never change, although the weights do.
+"""The statistics of a normalisation, or an averaged copy of the weights, stop changing, although the weights change.
 
 Example:
     norm.running_mean and norm.running_var never changed in steps 0 to 7, although norm.weight
@@ -15,6 +15,7 @@ from det_callbacks.text import listed
 NAME = "stale_state"
 LEVEL: Level = "state"
 
+MIN_LATE_STEPS = 20  # of statistics that changed before: in fewer, a branch of the model may be unused by chance
 MIN_COPY_STEPS = 20  # after which an averaged copy was updated
 _STATISTICS = re.compile(r"(.*?)(?:running_mean|running_var)$")
 _AVERAGED = re.compile(r"(?i)(?:^|[._])ema(?:$|[._])")
@@ -26,18 +27,24 @@ def find(fit: FitFacts) -> Found | None:
 
 
 def _statistics(fit: FitFacts) -> Found | None:
-    weights: dict[str, str] = {}  # statistics that never change -> a weight that does
+    weights: dict[str, str] = {}  # statistics that no longer change -> a weight that does
+    steps: set[int] = set()
     for name, series in fit.states.items():
         match = _STATISTICS.match(name)
-        if match is None or not _stays(series, MIN_STEPS):
+        if match is None:
+            continue
+        still = series.after_last_change
+        if len(still.steps) < (MIN_STEPS if series.is_constant else MIN_LATE_STEPS):
             continue
         # without trained weights, frozen statistics look like forgotten ones
         trained = [f"{match[1]}{one}" for one in ("weight", "bias") if f"{match[1]}{one}" in fit.gradients]
-        if trained and not fit.states[trained[0]].is_constant:
+        if trained and not fit.states[trained[0]].since(int(still.steps[0])).is_constant:
             weights[name] = trained[0]
+            steps.update(still.steps.tolist())
     return _stale(
         fit,
         weights,
+        steps,
         "If you do not intend this, call train(): a module in eval mode does not update its statistics; a validation "
         "may have called eval()",
     )
@@ -50,23 +57,20 @@ def _copies(fit: FitFacts) -> Found | None:
     originals: dict[str, str] = {}
     for name, series in fit.states.items():
         original = moving.get(int(initial[name].digests[0]))
-        if _AVERAGED.search(name) and original is not None and name != original and _stays(series, MIN_COPY_STEPS):
+        stays = series.is_constant and len(series.steps) >= MIN_COPY_STEPS
+        if _AVERAGED.search(name) and original is not None and name != original and stays:
             originals[name] = original
-    return _stale(fit, originals, "Call the update of the average after each step of the optimizer")
-
-
-def _stays(series: Series, least: int) -> bool:
-    return len(series.steps) >= least and series.is_constant
+    steps = {int(step) for name in originals for step in fit.states[name].steps}
+    return _stale(fit, originals, steps, "Call the update of the average after each step of the optimizer")
 
 
 def _moves(series: Series | None) -> bool:
     return series is not None and not series.is_constant
 
 
-def _stale(fit: FitFacts, moving: dict[str, str], advice: str) -> Found | None:
+def _stale(fit: FitFacts, moving: dict[str, str], steps: set[int], advice: str) -> Found | None:
     if not moving:
         return None
-    steps = {int(step) for name in moving for step in fit.states[name].steps}
     return found_in(
         fit,
         steps=steps,

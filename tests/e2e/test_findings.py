@@ -198,6 +198,14 @@ class InEval(Plain):
         self.norm.requires_grad_(self.affine_is_trained)
 
 
+class EndsInEval(Plain):
+    """Its statistics stand still after the first epoch, as after a validation that called eval()."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.norm.train(self.current_epoch == 0)
+        return super().training_step(batch, batch_idx)
+
+
 class Averaged(Plain):
     updates = False
 
@@ -267,6 +275,7 @@ GUILTY: Mapping[str, list[tuple[Training, tuple[int, ...], list[str]]]] = {
     "uninitialised_read": [(training(Padded, level="op"), (0, 7), ["aten.nan_to_num.default"])],
     "stale_state": [
         (training(InEval), (0, 7), ["norm.running_mean", "norm.running_var"]),
+        (training(EndsInEval, max_epochs=6), (4, 23), ["norm.running_mean", "norm.running_var"]),
         (training(Averaged, max_epochs=6), (0, 23), ["head_ema.weight", "head_ema.bias"]),
     ],
 }
@@ -293,6 +302,7 @@ INNOCENT: Mapping[str, Training] = {
     "frozen by choice": training(variant(WithoutHead, is_trained=False)),
     "taken now and then": training(variant(Unused, is_used=True), max_epochs=6),
     "few steps": training(Unused),
+    "statistics of few steps": training(EndsInEval, max_epochs=5),
     "warmup from zero": training(variant(SlowHead, for_good=False)),
     "accumulation": training(Classifier, accumulate_grad_batches=4, max_epochs=4, level="op"),
     "some units are dead": training(
