@@ -40,12 +40,10 @@ LOOKS_UP = ("getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcal
 
 
 def is_private(name: str) -> bool:
-    """Return whether a name is one that its package may change."""
     return name.startswith("_") and not name.startswith("__") and name != "_" and name not in OF_PYTHON
 
 
 def own_names(trees: Iterable[ast.AST]) -> set[str]:
-    """Return the names that these sources define, as a function, class, variable or attribute."""
     own = set[str]()
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -332,5 +330,4 @@ def test_readme_docs_metadata_and_the_pairs_that_are_tested_say_the_same_version
 
 
 def minor(version: str) -> str:
-    """Return "2.15" of "2.15.0"."""
     return ".".join(version.split(".")[:2])

@@ -69,7 +69,6 @@ def package_sources() -> dict[str, str]:
 
 
 def package_imports() -> dict[str, list[tuple[str, int]]]:
-    """Return the imports of each module by dotted name."""
     return {module: imports(source) for module, source in package_sources().items()}
 
 
@@ -98,7 +97,6 @@ def unit(module: str) -> str:
 
 
 def violations(modules: Mapping[str, Sequence[tuple[str, int]]]) -> list[str]:
-    """Return a line for each import that the layers forbid."""
     level = {name: index for index, layer in enumerate(LAYERS) for name in layer}
     found = [f"{name}: {unit(name)} is in no layer" for name in modules if unit(name) not in level]
     for name, (target, line) in ((name, item) for name, items in modules.items() for item in items):
