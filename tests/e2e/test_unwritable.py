@@ -1,9 +1,8 @@
-"""Trainings that have nowhere to write, or no room left, and commands on them: status 2, one sentence, no verdict."""
+"""Trainings that have nowhere to write, or no room left: status 2, one sentence, no verdict."""
 
 import errno
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -101,25 +100,3 @@ def test_a_full_disk_takes_no_other_exception_s_place(fill_disk, reference, tmp_
         fit.run()
     assert "No space left on device" in capsys.readouterr().out
     assert not (tmp_path / "current" / VERDICT_FILE).exists()
-
-
-def test_commands_that_start_a_script_have_a_status_and_name_the_option(run_command):
-    assert run_command("record", "run", "--level", "state").status == 0
-    for kind, option in (("verify", "--current"), ("check", "--to")):
-        Path(f"determinism-{kind}").write_text("theirs")
-        words = (kind, *["run"] * (kind == "verify"), "--level", "state")
-        done = run_command(*words)
-        says = f"{Path.cwd()}/determinism-{kind} is a file; nothing was run; pass another folder ({option})."
-        assert (done.status, says in done.errors, "training with" in done.text) == (2, True, False), done.errors
-        done = run_command(*words, option, "n" * 300)
-        assert (done.status, f"File name too long; nothing was run; pass another folder ({option})" in done.errors) == (
-            2,
-            True,
-        )
-    Path("file").touch()
-    done = run_command("record", "file/run", "--level", "state")
-    assert (done.status, "Traceback" in done.errors) == (2, False)
-    assert (
-        f"{Path.cwd()}/file is a file; record to another folder (reference of DeterminismCallback, RUN of " in done.text
-    )
-    assert done.last == "det-callbacks record: failed (exit status 2)"
