@@ -276,17 +276,6 @@ def test_a_kill_while_one_run_takes_the_place_of_another_loses_neither(tmp_path,
     assert {path.name for path in run.iterdir()} == {"run.json", "programs", "sites", "layouts", "rank-00000"}
 
 
-def test_a_file_in_the_way_is_named(tmp_path):
-    file = tmp_path / "file"
-    file.write_text("theirs")
-    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    for path in (file, file / "run", tmp_path / "link"):
-        with pytest.raises(WriteError, match=r"is a file; record to another folder \(reference of Det") as caught:
-            make_room(path, overwrite=True)
-        assert (caught.value.exit_code, caught.value.path) == (2, str(path))
-    assert file.read_text() == "theirs"
-
-
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "file"
     replace_atomically(path, b"before")
