@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from lightning.pytorch.demos.boring_classes import BoringModel
 from test_house import sources
 from trainers import quiet_trainer
 
@@ -22,7 +21,6 @@ from det_callbacks import UnsupportedVersionError
 from det_callbacks.cli import main
 from det_callbacks.internals import dynamo, lightning, torch, versions  # noqa: F401  # Dynamo's names are torch's, too
 from det_callbacks.internals.names import RECORDING, PrivateName
-from det_callbacks.verify import judge
 
 ROOM = "det_callbacks/internals/"
 TESTS = Path(__file__).parents[1]
@@ -242,21 +240,11 @@ def test_an_import_that_fails_says_why(monkeypatch):
         from det_callbacks import digest_tensor  # noqa: F401
 
 
-def test_the_doctor_names_what_cannot_be_imported_and_what_is_missing(monkeypatch, capsys):
+def test_the_doctor_names_what_is_missing(monkeypatch, capsys):
     name = next(one for one in TORCH.known.values() if one.lost)
     monkeypatch.setattr(TORCH, "missing", [name])
     assert main(["doctor"]) == 1
     assert f"Missing: {name}" in " ".join(capsys.readouterr().out.split())
-    monkeypatch.delattr(judge, "compare_runs")
-    monkeypatch.delitem(vars(det_callbacks), "compare_runs", raising=False)
-    assert main(["doctor", "--json"]) == 2
-    form = json.loads(capsys.readouterr().out)
-    assert not form["is_well"]
-    assert form["installation"]["broken"][0].startswith("compare_runs: ImportError: det_callbacks.verify.judge cannot")
-    assert main(["doctor"]) == 2
-    text = " ".join(capsys.readouterr().out.split())
-    assert "Cannot be imported: compare_runs: ImportError" in text
-    assert "Install versions that det_callbacks was tested with: torch 2.11 to 2.15" in text
 
 
 WITHOUT = """
@@ -302,9 +290,6 @@ def test_a_newer_version_than_any_that_was_tested_is_a_line(monkeypatch, capsys,
     line = "is newer than any version that det_callbacks was tested with (2.4)"
     with det_callbacks.ObserverContext(tmp_path, "run"):
         det_callbacks.observe("x", 1)
-    assert capsys.readouterr().out.count(line) == 1
-    callback = det_callbacks.DeterminismCallback(tmp_path / "fit", mode="record", level="state")
-    quiet_trainer(callback, max_steps=2).fit(BoringModel())
     assert capsys.readouterr().out.count(line) == 1
 
 
