@@ -42,11 +42,7 @@ def tests(session: nox.Session, torch: str, lightning: str) -> None:
     )
 
 
-HF_TESTS = (
-    "tests/e2e/test_huggingface.py",
-    "tests/e2e/test_huggingface_examples.py",
-    "tests/e2e/test_accelerate.py",
-)
+HF_TESTS = ("tests/e2e/test_huggingface.py", "tests/e2e/test_accelerate.py")
 
 
 @nox.session

@@ -15,7 +15,6 @@ CAUSES = "What each cause asks for"
 
 
 def sections(page: str) -> dict[str, str]:
-    """Return the text of each section by its heading."""
     headings = re.split(r"(?m)^## (.*)$", page)
     return dict(zip(headings[1::2], headings[2::2], strict=True))
 

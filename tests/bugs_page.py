@@ -40,7 +40,6 @@ def told(readme: str) -> str:
 
 
 def page() -> str:
-    """Return the page as it has to be."""
     rows, sections = ["| bug | cause or finding |", "| --- | --- |"], list[str]()
     for name, readme in entries().items():
         title = readme.partition("\n")[0].removeprefix("# ")

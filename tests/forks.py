@@ -5,6 +5,7 @@ import runpy
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,7 +19,12 @@ def outside_ci() -> dict[str, str]:
 
 
 def fork_process(
-    words: Sequence[str], *, variables: Mapping[str, str], folder: Path | None = None, output: int | None = None
+    words: Sequence[str],
+    *,
+    variables: Mapping[str, str],
+    folder: Path | None = None,
+    output: int | None = None,
+    during: AbstractContextManager[None] | None = None,
 ) -> int:
     """Run ``python SCRIPT ...`` in a fork, as ``run_process`` does in a fresh process; ``output`` gets what is said."""
 
@@ -30,7 +36,8 @@ def fork_process(
         sys.argv = [*words[1:]]
         sys.path.insert(0, str(Path(words[1]).resolve().parent))
         GlobalHydra.instance().clear()
-        runpy.run_path(words[1], run_name="__main__")
+        with during or nullcontext():
+            runpy.run_path(words[1], run_name="__main__")
 
     sys.stdout.flush()
     sys.stderr.flush()

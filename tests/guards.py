@@ -37,7 +37,6 @@ class Watched(NamedTuple):
 
 
 def watched_things(root: Path = ROOT) -> dict[str, Watched]:
-    """Return all that is watched, by name."""
     dist, cudnn = torch.distributed, torch.backends.cudnn
     return {
         "what compiles a graph": _attribute(OutputGraph, "call_user_compiler"),
@@ -64,7 +63,6 @@ def watched_things(root: Path = ROOT) -> dict[str, Watched]:
 
 
 def read_all(things: Mapping[str, Watched]) -> dict[str, Any]:
-    """Return what each thing is now."""
     return {name: thing.read() for name, thing in things.items()}
 
 
@@ -141,7 +139,6 @@ NOTHING: dict[str, Any] = dict.fromkeys(
 
 
 def process_state() -> dict[str, Any]:
-    """Return what settings can change in this process."""
     cuda: Any = torch.backends.cuda
     others = ("process group", "working directory", "files in the root")
     return {

@@ -18,7 +18,6 @@ class HeatMap:
     columns: dict[int, dict[int, str]] = field(default_factory=dict)
 
     def state(self, step: int, module: str) -> str:
-        """Return the letter of a cell."""
         return self.columns[step].get(self.labels.index(module), ".")
 
     def letters(self) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from det_callbacks import Verdict, compare_runs
+from det_callbacks.runs.lock import LOCK_FILE
 from det_callbacks.verify.verification import Verification
 
 
@@ -44,6 +45,7 @@ def one_verdict(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def files_of(*folders: Path) -> list[tuple[str, int]]:
-    """Return the files that a comparison reads, with when they were written."""
-    paths = sorted(path for folder in folders for path in folder.rglob("*") if path.name != "report.html")
+    """Return the files that a comparison reads, with when they were written; the lock goes after the verdict."""
+    others = ("report.html", LOCK_FILE)
+    paths = sorted(path for folder in folders for path in folder.rglob("*") if path.name not in others)
     return [(str(path), path.stat().st_mtime_ns) for path in paths if path.is_file()]

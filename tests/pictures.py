@@ -61,7 +61,6 @@ def shown(report: Path) -> str:
 
 
 def chunks(picture: bytes) -> list[tuple[bytes, bytes]]:
-    """Return the chunks of a PNG: type and content."""
     found, at = [], len(SIGNATURE)
     while at < len(picture):
         (size,) = struct.unpack(">I", picture[at : at + 4])
@@ -71,7 +70,6 @@ def chunks(picture: bytes) -> list[tuple[bytes, bytes]]:
 
 
 def with_text(picture: bytes, text: str) -> bytes:
-    """Return a PNG that carries a text."""
     content = KEYWORD + b"\0\0\0\0\0" + text.encode()
     first, *others = chunks(picture)
     parts = [SIGNATURE]
@@ -81,7 +79,6 @@ def with_text(picture: bytes, text: str) -> bytes:
 
 
 def text_of(picture: bytes) -> str:
-    """Return the text that a PNG carries."""
     (content,) = (data for kind, data in chunks(picture) if kind == b"iTXt" and data.startswith(KEYWORD))
     return content[len(KEYWORD) + 5 :].decode()
 
@@ -100,7 +97,6 @@ def take_picture(report: Path, chromium: str) -> bytes:
 
 
 def main() -> None:
-    """Write docs/report.png."""
     chromium = shutil.which("chromium")
     if chromium is None:
         raise SystemExit("make pictures needs Chromium in PATH under the name chromium (apt-get install chromium)")

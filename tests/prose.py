@@ -92,7 +92,6 @@ def prose_of_python(text: str) -> str:
 
 
 def found_in(name: str, prose: str) -> list[tuple[int, str]]:
-    """Return line and message of each finding in a text."""
     found = []
     content = f"\n{prose}\n"  # as proselint reads it
     for result in LintFile(name, prose or " ").lint(DEFAULT):
@@ -109,7 +108,6 @@ def found_in(name: str, prose: str) -> list[tuple[int, str]]:
 
 
 def texts(paths: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the name and the prose of each file, and of each file in a folder."""
     for path in map(Path, paths):
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
             if file.suffix == ".md":
@@ -119,7 +117,6 @@ def texts(paths: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def main(paths: Sequence[str]) -> int:
-    """Print each finding in these files and folders; return the exit status."""
     if not CheckRegistry().checks:
         CheckRegistry().register_many(checks.__register__)
     found = [(name, line, message) for name, prose in texts(paths) for line, message in found_in(name, prose)]

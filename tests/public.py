@@ -51,7 +51,6 @@ MAKERS = {"choose", "of", "refused"}
 
 
 def text() -> str:
-    """Return the content of the file for the package as it is now."""
     parts = {
         "Python: import each from det_callbacks": names(),
         "Hugging Face: import it from det_callbacks.huggingface": huggingface(),
@@ -118,7 +117,6 @@ def huggingface() -> Iterator[str]:
 
 
 def commands() -> Iterator[str]:
-    """Yield a line for each command, and below it one for each of its arguments."""
     parser = _parser("")
     (subparsers,) = (action for action in parser._actions if isinstance(action, _SubParsersAction))
     yield from _arguments(parser, "")
@@ -139,7 +137,6 @@ def _arguments(parser: ArgumentParser, indent: str) -> Iterator[str]:
 
 
 def hydra() -> Iterator[str]:
-    """Yield the presets, and the keys that each adds, with their values."""
     for path in sorted((ROOT / "conf").rglob("*.yaml")):
         yield path.relative_to(ROOT / "conf").as_posix()
         content = yaml.safe_load(path.read_text())
@@ -173,7 +170,6 @@ class _Parser:
 
 
 def pytest_options() -> list[str]:
-    """Return the options of the pytest plugin."""
     from det_callbacks.integrations.pytest_runs import TrainingRuns
 
     parser: Any = _Parser()
@@ -183,7 +179,6 @@ def pytest_options() -> list[str]:
 
 
 def formats() -> Iterator[str]:
-    """Yield the versions of what is on disk and in JSON."""
     yield f"run folder: format_version {FORMAT_VERSION}, digest_version {DIGEST_VERSION}"
     yield f"saved tensors in it: format_version {TENSORS_FORMAT_VERSION}"
     yield f"digests beside a checkpoint: schema {CHECKPOINT_SCHEMA}"
@@ -191,14 +186,12 @@ def formats() -> Iterator[str]:
 
 
 def entry_points() -> Iterator[str]:
-    """Yield what the installation registers."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for group, entries in {"scripts": project["scripts"], **project["entry-points"]}.items():
         yield from (f"{group}: {name} = {target}" for name, target in entries.items())
 
 
 def main() -> None:
-    """Write both."""
     FILE.write_text(text())
     schemas.FOLDER.mkdir(exist_ok=True)
     for name, schema in schemas.made().items():

@@ -34,17 +34,14 @@ that level it is never reported. [Look for findings](../how-to/findings.md) desc
 
 
 def when(rule: Any) -> str:
-    """Return when a rule applies, in one line."""
     return " ".join((inspect.getdoc(rule) or "").partition(EXAMPLE)[0].split())
 
 
 def name_of(rule: Any) -> str:
-    """Return the name of a cause's file in words."""
     return str(rule.__name__).rpartition(".")[2].replace("_", " ")
 
 
 def example(rule: Any) -> str:
-    """Return the whole message that stands in a rule's docstring."""
     return inspect.cleandoc((inspect.getdoc(rule) or "").partition(EXAMPLE)[2])
 
 
@@ -56,7 +53,6 @@ def page(head: str, rules: Sequence[Any], titles: Sequence[str], rows: Sequence[
 
 
 def pages() -> dict[str, str]:
-    """Return the pages as they have to be."""
     rules = causes.RULES
     rows = [f"{name_of(rule)} | {' or '.join(f'`{cause}`' for cause in rule.CAUSES)}" for rule in rules]
     found = {"causes": page(CAUSES, rules, [name_of(rule).capitalize() for rule in rules], rows)}

@@ -24,14 +24,11 @@ def validator(name: str) -> Draft202012Validator:
 
 
 def require_schema(content: Any, name: str) -> None:
-    """Fail with the place and the reason unless JSON has a schema."""
     problems = [f"{one.json_path}: {one.message}" for one in validator(name).iter_errors(content)]
     assert not problems, f"not the JSON that {name}.json describes: {'; '.join(problems)}"
 
 
 def checked(to_dict: Callable[[Any], dict[str, Any]], name: str) -> Callable[[Any], dict[str, Any]]:
-    """Return the method, whose result then has to have a schema."""
-
     def to_dict_of_schema(self: Any) -> dict[str, Any]:
         content = to_dict(self)
         require_schema(content, name)
@@ -41,7 +38,6 @@ def checked(to_dict: Callable[[Any], dict[str, Any]], name: str) -> Callable[[An
 
 
 def made() -> dict[str, dict[str, Any]]:
-    """Return the schemas that belong to the dataclasses as they are now, by name."""
     from det_callbacks.environment.doctor import Diagnosis  # loads torch
 
     verdict = _definitions(Verdict)

@@ -287,7 +287,6 @@ def judge(
 
 
 def detector(reference: Path, current: Path, **options: Any) -> Verification:
-    """Return a verification that has not begun."""
     return Verification(Run.open(reference), current, manifest=manifest_of(), **options)
 
 

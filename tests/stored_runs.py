@@ -60,7 +60,6 @@ def small_layout(num_sites: int = 3) -> Layout:
 
 
 def digests_of(step: int, num_sites: int = 3, seed: int = 0) -> np.ndarray:
-    """Return digests that belong to a step."""
     return np.random.default_rng((seed, step)).integers(0, 2**64, num_sites, dtype=np.uint64)
 
 
@@ -100,12 +99,10 @@ def join(path: Path, rank: int, *, attempt: int = 0) -> RunWriter:
 
 
 def resume(path: Path) -> RunWriter:
-    """Start the next attempt of a run."""
     return RunWriter.resume(path, manifest={"selection": SELECTION})
 
 
 def record(path: Path, *fits: Iterable[int], complete: bool = True) -> Path:
-    """Write a run with these steps in its fits."""
     writer = create(path)
     for number, steps in enumerate(fits):
         if number:
@@ -116,7 +113,6 @@ def record(path: Path, *fits: Iterable[int], complete: bool = True) -> Path:
 
 
 def everything_in(path: Path) -> dict[str, Any]:
-    """Return all that a run says, whatever file it lies in."""
     run = Run.open(path)
     steps = {}
     for rank in run.ranks:

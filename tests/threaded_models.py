@@ -60,10 +60,10 @@ class Branch(nn.Module):
     wrong = -1  # the branch whose kernel computes something else
     overwritten = -1  # the branch whose first result is changed past the dispatcher
 
-    def __init__(self, index: int, width: int) -> None:
+    def __init__(self, index: int) -> None:
         super().__init__()
         self.index = index
-        self.up, self.down = nn.Linear(width, 6), nn.Linear(6, 4)
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
         self.turns = Turns("")
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -79,10 +79,10 @@ class Branch(nn.Module):
 class Branches(nn.Module):
     """Branches of one input, in a pool of two threads that lives as long as the model."""
 
-    def __init__(self, num_branches: int, *, has_stem: bool = False, width: int = 4) -> None:
+    def __init__(self, num_branches: int, *, has_stem: bool = False) -> None:
         super().__init__()
-        self.stem = nn.Linear(width, width) if has_stem else nn.Identity()
-        self.branches = nn.ModuleList(Branch(index, width) for index in range(num_branches))
+        self.stem = nn.Linear(4, 4) if has_stem else nn.Identity()
+        self.branches = nn.ModuleList(Branch(index) for index in range(num_branches))
         self.head = nn.Linear(4, 3)
         self.pool = ThreadPoolExecutor(2)
         self.schedule = ""

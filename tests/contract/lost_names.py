@@ -39,7 +39,6 @@ class Net(pl.LightningModule):
 
 
 def train(folder: Path, mode: str, factor: float = 1.0) -> Any:
-    """Record or verify three steps; return the verdict."""
     from det_callbacks import DeterminismCallback  # after the name was lost
 
     torch.manual_seed(0)
@@ -78,7 +77,6 @@ def lose(names: set[str]) -> None:
 
 
 def main(folder: Path, names: list[str]) -> None:
-    """Fork a process for each name."""
     for number, name in enumerate(names):
         if process := os.fork():
             os.waitpid(process, 0)

@@ -28,8 +28,3 @@ def written(text: str) -> set[tuple[int, str, int]]:
 def test_the_tree_of_errors_is_the_one_that_there_is():
     assert len(PUBLIC) > 50
     assert written(errors.__doc__ or "") == {*branches(DetCallbacksError)}
-
-
-def test_another_tree_is_another():
-    tree = written("    DetCallbacksError   2\n      RankError   2\n")
-    assert tree == {(0, "DetCallbacksError", 2), (1, "RankError", 2)} != written("    DetCallbacksError   2\n")

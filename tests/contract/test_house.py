@@ -38,7 +38,6 @@ def sources(*folders: str) -> dict[str, str]:
 
 
 def banned_words(source: str) -> list[str]:
-    """Return the identifiers of a source that hold a banned word."""
     if not _ANY_BANNED.search(source):  # a tokenizer in Python takes a hundred times as long
         return []
     names = [token.string for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type == 1]

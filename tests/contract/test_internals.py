@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from lightning.pytorch.demos.boring_classes import BoringModel
 from test_house import sources
 from trainers import quiet_trainer
 
@@ -22,7 +21,6 @@ from det_callbacks import UnsupportedVersionError
 from det_callbacks.cli import main
 from det_callbacks.internals import dynamo, lightning, torch, versions  # noqa: F401  # Dynamo's names are torch's, too
 from det_callbacks.internals.private_names import RECORDING, PrivateName
-from det_callbacks.verify import judge
 
 ROOM = "det_callbacks/internals/"
 TESTS = Path(__file__).parents[1]
@@ -40,12 +38,10 @@ LOOKS_UP = ("getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcal
 
 
 def is_private(name: str) -> bool:
-    """Return whether a name is one that its package may change."""
     return name.startswith("_") and not name.startswith("__") and name != "_" and name not in OF_PYTHON
 
 
 def own_names(trees: Iterable[ast.AST]) -> set[str]:
-    """Return the names that these sources define, as a function, class, variable or attribute."""
     own = set[str]()
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -244,21 +240,11 @@ def test_an_import_that_fails_says_why(monkeypatch):
         from det_callbacks import digest_tensor  # noqa: F401
 
 
-def test_the_doctor_names_what_cannot_be_imported_and_what_is_missing(monkeypatch, capsys):
+def test_the_doctor_names_what_is_missing(monkeypatch, capsys):
     name = next(one for one in TORCH.known.values() if one.lost)
     monkeypatch.setattr(TORCH, "missing", [name])
     assert main(["doctor"]) == 1
     assert f"Missing: {name}" in " ".join(capsys.readouterr().out.split())
-    monkeypatch.delattr(judge, "compare_runs")
-    monkeypatch.delitem(vars(det_callbacks), "compare_runs", raising=False)
-    assert main(["doctor", "--json"]) == 2
-    form = json.loads(capsys.readouterr().out)
-    assert not form["is_well"]
-    assert form["installation"]["broken"][0].startswith("compare_runs: ImportError: det_callbacks.verify.judge cannot")
-    assert main(["doctor"]) == 2
-    text = " ".join(capsys.readouterr().out.split())
-    assert "Cannot be imported: compare_runs: ImportError" in text
-    assert "Install versions that det_callbacks was tested with: torch 2.11 to 2.15" in text
 
 
 WITHOUT = """
@@ -305,9 +291,6 @@ def test_a_newer_version_than_any_that_was_tested_is_a_line(monkeypatch, capsys,
     with det_callbacks.ObserverContext(tmp_path, "run"):
         det_callbacks.observe("x", 1)
     assert capsys.readouterr().out.count(line) == 1
-    callback = det_callbacks.DeterminismCallback(tmp_path / "fit", mode="record", level="state")
-    quiet_trainer(callback, max_steps=2).fit(BoringModel())
-    assert capsys.readouterr().out.count(line) == 1
 
 
 def test_readme_docs_metadata_and_the_pairs_that_are_tested_say_the_same_versions():
@@ -332,5 +315,4 @@ def test_readme_docs_metadata_and_the_pairs_that_are_tested_say_the_same_version
 
 
 def minor(version: str) -> str:
-    """Return "2.15" of "2.15.0"."""
     return ".".join(version.split(".")[:2])

@@ -160,7 +160,6 @@ class Training:
 
     model: Callable[[], pl.LightningModule] = Deep
     around: Around = lambda model: nullcontext()
-    data: Callable[[], tuple[Tensor, Tensor]] = samples
     callbacks: tuple[pl.Callback, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -168,7 +167,7 @@ class Training:
         torch.manual_seed(11)
         model = self.model()
         trainer = quiet_trainer(*self.callbacks, callback, **self.options)
-        loader = DataLoader(TensorDataset(*self.data()), batch_size=BATCH)
+        loader = DataLoader(TensorDataset(*samples()), batch_size=BATCH)
         with self.around(model):
             trainer.fit(model, loader)
         return model

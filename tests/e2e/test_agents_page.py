@@ -106,20 +106,6 @@ def test_an_agent_that_follows_the_page_ends_at_the_line(tmp_path, monkeypatch, 
     assert agent.follow("Prove the fix")[1] == [0]
 
 
-def test_what_could_not_be_done_has_no_json_and_says_why(tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(checks, "run_process", fork)
-    agent = Agent(capfd)
-    for command in (*commands(agent.page["2. Compare"]), *commands(agent.page["Mistakes that repeat"])):
-        ended = agent.run(command)
-        assert (ended.status, ended.text) == (2, "")
-        assert "There is no run in refs/first" in ended.errors
-    Path("train.py").write_text("raise SystemExit(3)")
-    ended = agent.run(commands(agent.page["1. Record both runs"])[0])
-    assert ended.status == 2
-    assert [line for line in ended.text.splitlines() if line.startswith("The script")]
-
-
 def test_the_short_form_has_the_same_commands_and_fields():
     page, skill = PAGE.read_text(), SKILL.read_text()
     assert set(commands(skill)) <= set(commands(page))

@@ -68,13 +68,6 @@ def test_the_examples_of_a_name_run(
     assert not said, "".join(said)
 
 
-def test_an_example_can_fail():
-    test = doctest.DocTestParser().get_doctest(">>> 1 + 1\n3\n", {}, "wrong", None, 0)
-    said: list[str] = []
-    assert doctest.DocTestRunner(optionflags=OPTIONS).run(test, out=said.append).failed == 1
-    assert "Expected:" in "".join(said)
-
-
 def undescribed(value: Any) -> set[str]:
     """Return the arguments, the fields of a dataclass, or the data of an error that a docstring lacks."""
     text = inspect.getdoc(value) or ""

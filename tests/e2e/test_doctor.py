@@ -147,7 +147,11 @@ def test_a_bug_report_has_versions_and_devices_and_nothing_private(is_broken, tm
     versions = content["installation"]["versions"]
     assert {"python", "det_callbacks", "torch", "lightning", "hydra-core", "numpy", "transformers"} <= {*versions}
     if is_broken:
-        assert content["installation"]["broken"] == ["x, y: ImportError: libtorch.so: not found (x.py)"]
+        broken = "x, y: ImportError: libtorch.so: not found (x.py)"
+        assert (content["installation"]["broken"], content["is_well"]) == ([broken], False)
+        text = " ".join(forms[0].split())
+        assert f"Cannot be imported: {broken}" in text
+        assert "Install versions that det_callbacks was tested with: torch 2.11 to 2.15" in text
         return
     assert {"platform.system", "cpu.model", "torch.num_threads", "torch.cuda", "cuda"} <= {*content["facts"]}
     assert json.loads(forms[2])["against"] == "~/run"

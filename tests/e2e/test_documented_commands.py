@@ -26,6 +26,7 @@ from fits import Classifier, Samples, Validated
 from forks import fork_process, outside_ci
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from omegaconf import OmegaConf
+from recipe_modules import find_recipe
 from step_builder import record, training_step
 from torch.utils.data import DataLoader
 from trainers import LIGHTNING_ADVICE, quiet_trainer
@@ -261,13 +262,9 @@ def test_the_table_of_ddp_audit_tells_the_truth(tmp_path):
 
 @pytest.fixture
 def overhead(monkeypatch: Any) -> dict[str, ModuleType]:
-    """The modules of the recipe; other recipes use their names too."""
-    names = [path.stem for path in OVERHEAD.parent.glob("*.py")]
-    monkeypatch.syspath_prepend(OVERHEAD.parent)
-    for name in names:
-        monkeypatch.setitem(sys.modules, name, None)  # what is imported in its place goes when the test ends
-        del sys.modules[name]
-    return {name: importlib.import_module(name) for name in names}
+    """The modules of the recipe."""
+    find_recipe(OVERHEAD.parent, monkeypatch)
+    return {name: importlib.import_module(name) for name in ("run", "models", "measure")}
 
 
 def test_the_commands_of_overhead_are_taken_and_its_networks_have_their_sizes(overhead):

@@ -2,10 +2,10 @@
 
 import importlib
 import json
-import sys
 from pathlib import Path
 
 import pytest
+from recipe_modules import find_recipe
 from versions import TORCH
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "faults"
@@ -14,10 +14,7 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "faults"
 @pytest.mark.slow
 @pytest.mark.skipif(TORCH < (2, 14), reason="DebugMode's comparison of logs is that of torch 2.14")
 def test_a_run_of_each_change_finds_them_all(tmp_path, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(RECIPE)
-    for name in ("run", "faults", "trainings"):  # other recipes, and the tests, have modules of these names
-        monkeypatch.setitem(sys.modules, name, None)
-        del sys.modules[name]
+    find_recipe(RECIPE, monkeypatch)
     summary = importlib.import_module("run").main(["--faults", "25", "--json", str(tmp_path / "faults.json")])
     written = json.loads((tmp_path / "faults.json").read_text())
     assert written == json.loads(json.dumps(summary))

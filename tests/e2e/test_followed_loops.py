@@ -1,16 +1,15 @@
 """``det-callbacks record``, ``verify`` and ``check`` on loops without a Trainer, which know nothing of them."""
 
-import os
-import runpy
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 import pytest
 from checking import Ended
-from forks import end_with
+from forks import fork_process
 from test_launch import TORCHRUN, start
 
 from det_callbacks import compare_runs
@@ -25,21 +24,15 @@ Command = Callable[..., Ended]
 
 
 def fork(words: Sequence[str], *, variables: Mapping[str, str], output: IO[bytes] | None = None) -> int:
-    def body() -> None:
-        os.environ.update(variables)
-        sys.argv = [*words[1:]]
+    @contextmanager
+    def followed() -> Iterator[None]:
         steps = follow_torch(variables[LAUNCH]) if LAUNCH in variables else None
-        runpy.run_path(words[1], run_name="__main__")
+        yield
         if steps is not None:
             steps.end_process()
 
-    sys.stdout.flush()
-    sys.stderr.flush()
-    process = os.fork()
-    if not process:
-        end_with(body, None if output is None else output.fileno())
-    _, status = os.waitpid(process, 0)
-    return os.waitstatus_to_exitcode(status)
+    number = None if output is None else output.fileno()
+    return fork_process(words, variables=variables, output=number, during=followed())
 
 
 @pytest.fixture

@@ -1,9 +1,9 @@
-"""Hugging Face's Trainer, recorded and verified; needs ``pip install 'det_callbacks[hf]'`` (nox -s hf)."""
+"""Hugging Face's Trainer and its examples; needs ``pip install 'det_callbacks[hf]'`` (nox -s hf)."""
 
+import doctest
 import os
 import random
-import subprocess
-import sys
+import re
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -148,27 +148,6 @@ def test_a_training_matches_itself_and_changes_no_bit(tmp_path, style, level):
     assert bool(verdict.coverage.metrics) is (style == "evaluated")
 
 
-PROGRAM = """
-import sys
-from pathlib import Path
-sys.path[:0] = sys.argv[2:]
-import test_huggingface
-test_huggingface.record(Path(sys.argv[1]), **test_huggingface.STYLES["evaluated"])
-"""
-
-
-def test_another_process_matches(tmp_path):
-    here = Path(__file__).parent
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(here), str(here.parent)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "det_callbacks: recorded 6 steps" in done.stdout
-    verdict = verify(tmp_path, **STYLES["evaluated"])
-    assert verdict.verdict == "match", verdict.explanation
-    assert verdict.counts.steps_compared == STEPS
-    assert verdict.coverage.metrics
-
-
 def test_a_step_holds_batches_loss_clipping_and_update(tmp_path):
     run = Run.open(record(tmp_path, gradient_accumulation_steps=2, per_device_train_batch_size=2))
     sites = run.view(0, 0, 1).program.sites
@@ -214,22 +193,6 @@ def test_what_changed_is_named(tmp_path):
         assert (verdict.verdict, verdict.cause, says in verdict.explanation) == ("diverged", cause, True), changed
     first = verify(tmp_path, Flips()).first_divergence
     assert (first.phase, first.step, first.name) == ("input", 2, "first.weight")
-
-
-class Draws(TrainerCallback):
-    """Draws from the generator that the sampler of the next epoch is seeded by."""
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.epoch == 1:
-            torch.rand(1)
-
-
-def test_another_order_of_an_epoch_is_named(tmp_path):
-    record(tmp_path, num_train_epochs=2)
-    verdict = verify(tmp_path, Draws(), num_train_epochs=2)
-    assert verdict.verdict == "diverged"
-    assert verdict.cause in ("data_order", "rng")
-    assert verdict.first_divergence.step == STEPS
 
 
 def test_a_metric_of_an_evaluation_is_compared(tmp_path):
@@ -428,6 +391,25 @@ def test_ranks_agree_and_a_fault_on_one_is_named(tmp_path):
     ended = run_ranks(lambda rank: body(rank, "verify", *[Flips()] * rank), tmp_path / "planted", status=1)
     assert "rank 1" in ended[0].output
     assert "first.weight" in ended[0].output
+
+
+def test_the_example_of_the_docs_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "huggingface.md").read_text()
+    names: dict[str, Any] = {"model": Net(), "train_dataset": samples()}
+    for example in re.findall(r"(?s)```python\n(.*?)```", page):
+        exec(example, names)
+    assert len(Run.open("refs/run1").rank(0).steps(0)) == 8
+
+
+def test_the_example_of_the_docstring_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {"DeterminismCallback": DeterminismCallback, "Trainer": Trainer, "model": Net(), "data": samples()}
+    names["args"] = Fit(tmp_path, logging_steps=100).trainer.args
+    (test, *_) = doctest.DocTestFinder(recurse=False).find(DeterminismCallback, globs=names)
+    said: list[str] = []
+    result = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=said.append)
+    assert (result.failed, result.attempted) == (0, 2), "".join(said)
 
 
 @pytest.mark.slow

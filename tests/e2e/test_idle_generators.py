@@ -166,20 +166,6 @@ def loop_of_one_s_own(reference: Path, *, seed: int, draw: Any = nothing, **opti
 
 
 @pytest.mark.parametrize(
-    ("draw", "word", "says"),
-    [
-        (nothing, "match", f"{NOTE}numpy and python."),
-        (from_numpy, "diverged", "numpy had a different state when the fit started; the fit had not drawn"),
-    ],
-)
-def test_a_loop_of_one_s_own_has_idle_generators_too(draw, word, says, tmp_path):
-    loop_of_one_s_own(tmp_path / "run", mode="record", seed=1, draw=draw)
-    verdict = loop_of_one_s_own(tmp_path / "run", seed=2, draw=draw, current=tmp_path / "current").verdict
-    assert verdict is not None
-    assert (verdict.verdict, says in verdict.explanation) == (word, True)
-
-
-@pytest.mark.parametrize(
     ("draw", "seed", "word"), [(nothing, 2, "match"), (from_numpy, 1, "match"), (from_numpy, 2, "diverged")]
 )
 def test_a_loop_that_goes_on_has_the_generators_idle_that_were_so(draw, seed, word, tmp_path):

@@ -112,7 +112,6 @@ def test_each_step_and_fit_that_differs_is_kept(tmp_path):
         Training().fit(callback)
         second.fit(callback)
     assert output_of(verifying.verdict).num_differing == SIZE
-    require_one_verdict(verifying.verdict, reference, current)
     kept = sorted(path.relative_to(path.parents[1]).as_posix() for path in current.rglob("kept/*/*.safetensors"))
     assert kept == [f"attempt-000.segment-001/step-{step:09d}.safetensors" for step in (2, 3)]
 

@@ -105,6 +105,7 @@ def test_what_goes_wrong_has_a_status_and_is_said_once(run_command):
         (("record", "run", "--every-n-steps", "x"), "--every-n-steps: must be an integer"),
         (("record", "run", "--keep", "add"), "The op pattern 'add' names no op"),
         (("verify", "nothing"), "nothing"),
+        (("verify", "run", "--current", "train.py"), "it is a file; nothing was run; pass another folder (--current)"),
         (("record", "run", "--seed", "4294967296"), "must be an integer from 0 to 4294967295; got '4294967296'"),
         (("check", "--vary", "worker"), "Use workers, threads, hash-seed, memory."),
     ):

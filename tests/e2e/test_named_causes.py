@@ -393,9 +393,6 @@ WRITES = {
         "changed net.5.weight, which it reads, earlier in the step",
         callbacks=(WritesBetweenPasses,),
     ),
-    "a weight after a step that was not recorded": planted(
-        "unknown", "in steps that were not recorded", base={"every_n_steps": 2}, callbacks=(WritesAfterBatch,)
-    ),
     "memory that is partly written": planted(
         "uninitialised_memory",
         "Step 0, forward: aten.cat.default in no module",

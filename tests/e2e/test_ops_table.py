@@ -1,7 +1,6 @@
 """The table of torch's ops: a sample of them is examined again, and the page is made of what was found."""
 
 import importlib
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -10,16 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from recipe_modules import find_recipe
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "ops_table"
 
 
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(RECIPE)
-    for name in ("run", "conditions"):  # other recipes have modules of these names
-        monkeypatch.setitem(sys.modules, name, None)
-        del sys.modules[name]
+    find_recipe(RECIPE, monkeypatch)
     return importlib.import_module("run")
 
 

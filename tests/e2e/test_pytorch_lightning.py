@@ -20,7 +20,6 @@ from det_callbacks.compare.evidence import read_window
 from det_callbacks.errors import UnsupportedVersionError
 from det_callbacks.internals import versions
 from det_callbacks.internals.lightning import LIGHTNING, checkpoint_connector
-from det_callbacks.internals.twins import either, join_twins, own_class, package_of
 from det_callbacks.runs.store import Run as StoredRun
 
 PACKAGES: dict[str, Any] = {name: import_module(name) for name in ("lightning.pytorch", "pytorch_lightning")}
@@ -194,19 +193,6 @@ def test_ranks_start_alike_and_their_replicas_are_compared(tmp_path):
     ended = run_ranks(body, tmp_path, status=0)
     assert "replicas agree: " in ended[0].output
     assert StoredRun.open(tmp_path / "run").ranks == [0, 1]
-
-
-def test_the_twin_of_a_class():
-    lightning, other = PACKAGES.values()
-    assert either(lightning.Trainer, int) == (lightning.Trainer, int, other.Trainer)
-    trainers = [trainer_of(package) for package in PACKAGES.values()]
-    assert [own_class(one, lightning.Trainer) for one in trainers] == [lightning.Trainer, other.Trainer]
-    assert [package_of(one) for one in trainers] == ["lightning", "pytorch_lightning"]
-
-    class Ours(lightning.Callback):
-        pass
-
-    assert join_twins(join_twins(Ours)).__bases__ == (lightning.Callback, other.Callback)
 
 
 def test_versions_and_what_is_missing_are_those_of_the_package_that_trains(monkeypatch, tmp_path, capsys):

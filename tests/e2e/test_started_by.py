@@ -1,7 +1,5 @@
 """What a run keeps of how its script was started, where ``det-callbacks record`` has started it."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -77,32 +75,3 @@ def test_any_script_keeps_its_words(project):
     done = project("record", "run", "--level", "state", script="train.py", faults=["planted", "--password", "abc"])
     assert done.status == 0
     assert facts("run", "process.") == {"process.argv": ["train.py", "planted", "--password", "<withheld>"]}
-
-
-LOOP = """
-import hydra
-import torch
-from det_callbacks import TrainingRun
-
-@hydra.main(version_base="1.3", config_path="conf", config_name="config")
-def main(config):
-    model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=config.model.lr)
-    with TrainingRun("run", mode="record", level="state", model=model, optimizers=optimizer) as run:
-        with run.step(batch := torch.ones(2, 2)):
-            model(batch).sum().backward()
-            optimizer.step()
-
-main()
-"""
-
-
-@pytest.mark.usefixtures("project")
-def test_a_loop_of_one_s_own_in_a_hydra_script_keeps_the_same():
-    Path("loop.py").write_text(LOOP)
-    words = ["model.lr=0.2", "+logger.hub_token=abc"]
-    done = subprocess.run([sys.executable, "loop.py", *words], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found = facts("run", "process.", "config.")
-    assert found["process.argv"] == ["loop.py", "model.lr=0.2", "+logger.hub_token=<withheld>"]
-    assert (found["config.seed"], found["config.model.lr"], found["config.logger.api_key"]) == (1, 0.2, "<withheld>")

@@ -226,7 +226,6 @@ CASES = [
         "data_order",
         "the batch holds the same samples in a different order (batch[0])",
     ),
-    case({"weight": 3}, "checkpoint", "the restored state differs (net.weight); no op caused it", is_resumed=True),
     case({"weight": 3, "rows": (2, 1, 3, 4)}, "checkpoint", ", and the batch also differs; ", is_resumed=True),
     case({"rows": (2, 1, 3, 4), "seed": 1}, "data_order", "a different order (batch[0])", is_resumed=True),
     case({"seed": 3}, "rng", "the generator state differs (torch.cpu)", is_resumed=True),
@@ -236,7 +235,6 @@ CASES = [
     case({"factor": 3.0}, "forward", f"!{LOST}", environment=[SEED], **AFTER_RESUME),
     case({"factor": 3.0, "rows": (2, 1, 3, 4)}, "data_order", f"!{LOST}", **AFTER_RESUME),
     case({"factor": 3.0, "weight": 3}, "checkpoint", f"!{LOST}", **AFTER_RESUME),
-    case(with_swapped_lines, "structure", "aten.cos.default in net ran in a different order from the reference"),
     case(lambda *both: with_swapped_lines(*both, "ulp"), "forward", "!a different order"),
     case(
         with_a_sum_in_another_order,
@@ -318,7 +316,6 @@ CASES = [
     case(from_row(1), "forward", "seed (None", environment=[choice("settings.seed", None, 0)], selection=STATE),
     case({"dtype": "float64"}, "settings", f"{PRECISION_FIRST}Step 7", environment=[PRECISION]),
     case({"insert_at": 3, "factor": 2.0}, "settings", f"{PRECISION_FIRST}Step 7", environment=[PRECISION]),
-    case({"lr": 0.2}, "settings", f"and 0.2 {EXPLAINS}. Step 7", environment=[LR]),
     # other bits of an op that got the same follow from no such choice
     case({"noise_at": 3}, "forward", "!which explains the first difference", environment=[PRECISION, LR]),
     case(of_dtype, "settings", PRECISION_FIRST, environment=[PRECISION, choice("settings.deterministic_algorithms")]),
@@ -334,13 +331,7 @@ CASES = [
     case(with_another_closure, "settings", environment=[LR]),
     case(with_another_layer, "structure", environment=[LR]),
     case(of_gradients("ab", "ba"), "optimizer", "in a different order", "step several optimizers"),
-    case(
-        of_gradients("ab", "a"),
-        "optimizer",
-        "4 gradients in the reference and 3 in the current run; only one run has grad of b",
-    ),
     # the next batch of a longer run
-    case(with_more_ops(run=1), "structure", "only the current run has ops after", "The reference has no further step"),
     case(with_more_ops(run=0), "structure", "only the reference has ops after", "If the current run ends there"),
     case(with_more_ops(run=1, noise="ulp"), "backward", "!has ops after"),
     case(with_more_ops(run=1, phase="backward"), "rng", "!has ops after"),
@@ -396,17 +387,6 @@ def test_a_choice_never_excuses_and_a_machine_only_bits_it_can_change(change, en
     assert len(verdict.origins) == ("noise_at" in change)
 
 
-def test_the_least_by_segment_step_position_and_rank_comes_first(tmp_path):
-    ranks = [(training_step(), training_step(noise_at=place)) for place in (2, 8, 3, 3)]
-    verdict = judge(tmp_path, *ranks, steps={0: 9}, step=5)
-    first = verdict.first_divergence
-    assert (first.step, first.rank, first.occurrence) == (5, 2, 3)
-    assert "Step 5 of rank 2" in verdict.explanation
-    assert [(item.rank, item.step) for item in verdict.origins] == [(2, 5), (3, 5), (1, 5), (0, 9)]
-    fits = [{9: training_step()}, {2: training_step()}]
-    other = [{9: training_step(noise_at=2)}, {2: training_step(noise_at=2)}]
-    verdict = compare_runs(record(tmp_path / "a", fits), record(tmp_path / "b", other))
-    assert (verdict.first_divergence.step, [item.step for item in verdict.origins]) == (9, [9])
-    assert verdict.counts.sites_differing == 2 * 28
-    runs = record(tmp_path / "c", steps_of(range(2))), record(tmp_path / "d", steps_of(range(1), s0={"noise_at": 1}))
+def test_steps_of_one_run_are_told_after_the_first_difference(tmp_path):
+    runs = record(tmp_path / "a", steps_of(range(2))), record(tmp_path / "b", steps_of(range(1), s0={"noise_at": 1}))
     assert "in addition, step 1 is only in the reference" in compare_runs(*runs).explanation

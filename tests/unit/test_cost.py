@@ -2,13 +2,13 @@
 
 import importlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
 import pytest
 import torch
+from recipe_modules import find_recipe
 
 import det_callbacks
 from det_callbacks.trace.attribution import engine
@@ -20,12 +20,9 @@ OURS = str(Path(det_callbacks.__file__).parent)
 
 
 @pytest.fixture
-def recipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The recipe's networks; other recipes use the names of its modules too."""
-    monkeypatch.syspath_prepend(OVERHEAD)
-    for name in ("models", "tiny"):
-        monkeypatch.setitem(sys.modules, name, None)  # what is imported in its place goes when the test ends
-        del sys.modules[name]
+def recipe(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The recipe's networks."""
+    find_recipe(OVERHEAD, monkeypatch)
     return importlib.import_module("models")
 
 

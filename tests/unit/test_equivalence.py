@@ -103,7 +103,6 @@ def test_it_raises_at_the_op():
     with mode, pytest.raises(EquivalenceError, match=r"planted\.noisy\.default in 1 at tests/unit/test_equ") as caught:
         model(torch.randn(3, 4))
     error = caught.value
-    assert error.exit_code == 1
     assert "12 of 12 elements of output 0 differ, by up to" in str(error)
     assert "ULPs" in str(error)
     copy = pickle.loads(pickle.dumps(error))

@@ -9,11 +9,11 @@ from det_callbacks.runs.evidence import Row
 POINTS = ("before a batch is drawn", "batch start", "after forward", "after backward", "batch end")
 
 
-def fit(steps: int, *, drawn_at: tuple[int, str] | None = None, validates: bool = True) -> list[Row]:
+def fit(steps: int, *, drawn_at: tuple[int, str] | None = None) -> list[Row]:
     state, rows = 100, [Row(0, "fit start", "torch.cpu", 100), Row(0, "fit start", "seed of torch.cpu", 5)]
     rows.append(Row(0, "fit start", "callbacks after on_train_batch_end", 0, "EMA, Plot"))
     for step in range(steps):
-        for point in ("before validation", "after validation") if validates and step == 2 else ():
+        for point in ("before validation", "after validation") if step == 2 else ():
             rows.append(Row(step, point, "torch.cpu", state))
             state += 1000 * ((step, point) == drawn_at)
         for point in POINTS:
@@ -28,18 +28,6 @@ def compare(ours: list[Row], theirs: list[Row], step: int) -> Evidence:
     since = step - 1 if step else None
     found = [gather_window((row for row in rows if row.step <= step), since=since) for rows in (ours, theirs)]
     return compare_windows(*found, step)
-
-
-def test_who_drew_is_named_and_what_only_one_run_has():
-    evidence = compare(fit(4), fit(4, drawn_at=(2, "after validation")), 2)
-    (change,) = evidence.generators
-    assert (change.name, change.seeds) == ("torch.cpu", (5, 5))
-    assert (change.equal_at, change.differs_at) == ((2, "after validation"), (2, "before a batch is drawn"))
-    assert "what ran in between: code outside all hooks" in show_change(change, evidence)
-    evidence = compare(fit(4, validates=False), fit(4, drawn_at=(2, "before validation")), 2)
-    (change,) = evidence.generators
-    assert change.only_current == ("before validation", "after validation")
-    assert "only in the current run: before validation, after validation" in show_change(change, evidence)
 
 
 def test_a_draw_after_the_backward_pass_is_not_put_down_to_the_optimizer():

@@ -50,17 +50,6 @@ def test_a_wrong_backward_is_found_where_it_begins():
     assert only(report, "gradient", "1.weight").measure.relative == pytest.approx(0.5)
 
 
-def test_a_difference_of_one_ulp_has_its_figures():
-    ulp = torch.tensor([0, 2**-22, 0, 0])
-    report = compared(lambda w, x: w * x, lambda w, x: w * x + ulp, torch.arange(1.0, 5.0), iterations=1)
-    found = only(report, "output", "output")
-    measure = found.measure
-    assert (found.kind, measure.num_differing, measure.ulp, measure.num_elements) == ("content", 1, 1, 4)
-    assert (measure.absolute, measure.relative) == (2**-22, pytest.approx(2**-22 / 7.5**0.5))  # of the mean square
-    assert found.excess == pytest.approx(2**-22 / (1e-5 + 2 * 1.3e-6))
-    assert (report.close, report.equal, report.first) == (True, False, found)
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_nan_and_infinity_on_one_side_are_beyond_and_on_both_no_difference(bad):
     def broken(weight: Tensor, x: Tensor) -> Tensor:

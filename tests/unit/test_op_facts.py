@@ -116,9 +116,8 @@ def test_a_docstring_without_the_lists_is_an_error():
         (DOCSTRING.replace("will act", "will behave"), "alternate algorithm"),
         (DOCSTRING.replace("mode=True``:", "mode``:"), "alternate algorithm, error"),
     ):
-        with pytest.raises(DetCallbacksError, match=rf"has no list of ops for: {missing}\. ") as caught:
+        with pytest.raises(DetCallbacksError, match=rf"has no list of ops for: {missing}\. "):
             parse_docstring(docstring, ())
-        assert caught.value.exit_code == 2
 
 
 def test_random_ops_are_those_that_torch_tags():

@@ -145,9 +145,8 @@ def with_flipped_bits(path: Path) -> Iterator[None]:
 def test_a_damaged_record_is_an_error(damage, reference, tmp_path):
     verified(reference, tmp_path / "current", s3={"noise_at": 1})
     for _ in damage(record_path(tmp_path / "current", 0)) or [None]:
-        with pytest.raises(ReferenceFormatError) as caught:
+        with pytest.raises(ReferenceFormatError):
             compare_runs(reference, tmp_path / "current")
-        assert caught.value.exit_code == 2
 
 
 def test_a_verification_is_no_reference_and_belongs_to_its_own(reference, tmp_path):
