@@ -283,7 +283,9 @@ class Facts:
             return is_other_call or not divergence.op
         if choice == "trainer.accumulate_grad_batches" and divergence.name == "loss":
             return True  # only level op records the op that divides it
-        if choice.startswith("optimizer") and divergence.phase in ("optimizer", "state"):
+        # in a loop of the user's own, the update of an optimizer that takes a closure counts as gradient
+        update = ("gradient", "optimizer", "state") if choice.startswith("optimizer.LBFGS.") else ("optimizer", "state")
+        if choice.startswith("optimizer") and divergence.phase in update:
             return is_other_call or not divergence.op
         if choice.startswith("optimizer") and divergence.phase == "forward" and divergence.kind in ("missing", "extra"):
             # an optimizer such as LBFGS decides how often the passes run

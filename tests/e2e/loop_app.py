@@ -155,7 +155,7 @@ def scaler() -> None:
 
 def closure() -> None:
     global optimizer
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.9 if "lr" in WORDS else 1.0, max_iter=3)
     inputs, labels = samples.tensors
 
     def compute() -> Tensor:

@@ -121,6 +121,14 @@ def test_a_loader_that_each_step_restarts_is_found_unless_it_has_only_one_batch(
     assert (status, "All 5 steps from step 1 to 5 get the previous step's batch" in told) == (finds, finds), told
 
 
+def test_a_learning_rate_is_the_cause_where_the_optimizer_takes_a_closure(command):
+    assert command("record", "run", "closure").status == 0
+    assert command("verify", "run", "--current", "other", "--", "closure", "lr").status == 1
+    verdict = compare_runs("run", "other/run")
+    assert (verdict.cause, verdict.first_divergence.phase) == ("settings", "gradient")
+    assert verdict.explanation.startswith("optimizer.LBFGS.lr is 1.0 in the reference and 0.9 in the current run")
+
+
 def test_several_trainings_are_one_run(command):
     done = command("record", "run", "folds")
     assert done.status == 0, done.text + done.errors
