@@ -3,9 +3,8 @@
 Example:
     The backward pass computes gradients for last.weight and last.bias, but no optimizer uses
     them, so the initial values never change. Pass the parameters to an optimizer:
-    self.parameters() covers only modules that are registered before the call, and a list of
-    modules must be an nn.ModuleList. Call requires_grad_(False) on parameters that should not
-    change.
+    self.parameters() covers only modules that are registered before the call. Call
+    requires_grad_(False) on parameters that should not change.
 """
 
 from det_callbacks.findings.facts import MIN_STEPS, FitFacts
@@ -35,6 +34,5 @@ def find(fit: FitFacts) -> Found | None:
         explanation=f"The backward pass computes gradients for {listed(names)}, but no optimizer uses them, so the "
         "initial values never change",
         advice="Pass the parameters to an optimizer: self.parameters() covers only modules that are registered before "
-        "the call, and a list of modules must be an nn.ModuleList. Call requires_grad_(False) on parameters that "
-        "should not change",
+        "the call. Call requires_grad_(False) on parameters that should not change",
     )
