@@ -54,6 +54,7 @@ class TorchSteps:
         self._loaders: WeakKeyDictionary[Any, DrawnLoader] = WeakKeyDictionary()
         self._loader_of: WeakKeyDictionary[Any, DrawnLoader] = WeakKeyDictionary()
         self._drawn: DrawnLoader | None = None  # source of the last batch
+        self._last_loader: Any = None  # alive, since a script may keep only its iterator
         self._unfollowed: Counter[str] = Counter()
         self._pid = os.getpid()
 
@@ -93,6 +94,7 @@ class TorchSteps:
         if known is None:
             self._give_workers(loader)
             known = self._loaders[loader] = DrawnLoader(loader)
+        self._last_loader = loader
         known.num_iterations += 1
         known.draws.waiting.clear()
         if self._run is not None:

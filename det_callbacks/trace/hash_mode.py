@@ -140,8 +140,7 @@ class HashMode:
                 recorder.named.group("initial state", "state", self._state(), is_source=True)
             if further := list(self.list_further()):
                 recorder.named.group("further state", "state", further, owner="", is_source=True)
-            if batch is not None:
-                self._samples = record_batch(recorder.step, recorder.named, batch)
+            self._samples = [] if batch is None else record_batch(recorder.step, recorder.named, batch)
             recorder.named.generators()
             self.is_open = True
             if self.selection.level != "state":

@@ -105,6 +105,7 @@ class Recorder:
     def begin(self, expected: Expectation | None = None) -> None:
         """Start a step; where an output differs from ``expected``, check the op's inputs for unseen writes."""
         self.step.begin()
+        self._reads.begin()
         self.places.backward.clear()
         self.generators.clear()
         self._expected = expected
@@ -293,7 +294,7 @@ class Recorder:
             build = partial(build_op, graph, places, self._reads, plan, args, kwargs, outputs)
             node = graph.go_to(call, reads, build, partial(source_of, scope))
         if input_names:
-            self._reads.row_edges = []
+            self._reads.row_edges.clear()
         step.counts.num_digested += 1
         if phase != "optimizer" and (phase != "backward" or _is_grad_enabled() or scope.recomputed):
             places.backward.register(node)

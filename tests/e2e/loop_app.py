@@ -1,11 +1,12 @@
 """Training loops that know nothing of det_callbacks: ``python train.py STYLE [seed] [planted] [lr]``."""
 
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 WORDS = set(sys.argv[2:])
 if "unseeded" not in WORDS:
@@ -85,6 +86,20 @@ def restarted() -> None:
     for _ in range(6):
         inputs, labels = next(iter(in_order))
         update(cross_entropy(model(inputs), labels))
+
+
+class Unshared(IterableDataset[Any]):
+    """Each worker reads all of it."""
+
+    def __iter__(self) -> Any:
+        return iter(samples)
+
+
+def workers() -> None:
+    """Each epoch has a loader of its own, which only its iterator outlives."""
+    for _ in range(2):
+        for inputs, labels in DataLoader(Unshared(), batch_size=4, num_workers=2):
+            update(cross_entropy(model(inputs), labels))
 
 
 def left_in_eval() -> None:

@@ -121,6 +121,12 @@ def test_a_loader_that_each_step_restarts_is_found_unless_it_has_only_one_batch(
     assert (status, "All 5 steps from step 1 to 5 get the previous step's batch" in told) == (finds, finds), told
 
 
+def test_workers_that_read_the_same_are_found_where_each_epoch_has_a_loader_of_its_own(command, capfd):
+    assert command("record", "run", "workers").status == 0
+    status, told = main(["findings", "run"]), capfd.readouterr().out
+    assert (status, "equal_workers" in told, "repeated_batch" in told) == (1, True, False), told
+
+
 def test_a_learning_rate_is_the_cause_where_the_optimizer_takes_a_closure(command):
     assert command("record", "run", "closure").status == 0
     assert command("verify", "run", "--current", "other", "--", "closure", "lr").status == 1

@@ -203,3 +203,62 @@ def test_an_efficient_zero_tensor_has_no_memory_to_look_at():
 def test_a_lone_name_is_no_list_of_them(argument):
     with pytest.raises(SelectionError, match=rf"{argument} must be a list of strings; got the string 'forward'"):
         HashMode(nn.Linear(2, 2), **{argument: "forward"})  # type: ignore[arg-type]
+
+
+def test_a_draw_that_raises_leaves_no_read_of_its_generator():
+    def body(fails):
+        torch.rand(2)
+        state = torch.get_rng_state()
+        if fails:
+            with pytest.raises(RuntimeError, match="p_in"):
+                torch.bernoulli(torch.full((2,), 2.0))
+            torch.set_rng_state(state)
+        else:
+            torch.full((2,), 2.0)
+        torch.rand(2)
+
+    torch.manual_seed(0)
+    failed = traced(lambda: body(True))
+    torch.manual_seed(0)
+    assert_same(failed, traced(lambda: body(False)))
+
+
+def test_an_exception_after_an_op_leaves_nothing_in_the_next_step():
+    class Fails:
+        needs_rows = True
+
+        def selects(self, phase, module, op):
+            return op == "aten.sin.default"
+
+        def exchange(self, *_):
+            raise MemoryError("planted")
+
+    held = torch.ones(4)
+
+    def body():
+        held[:2].fill_(2.0)
+        held.sin()  # a row for the whole tensor reads the row of its first half
+
+    mode = HashMode()
+    mode.recorder.output_hooks.every = (Fails(),)
+    with pytest.raises(MemoryError, match="planted"):
+        step_of(mode, body)
+    mode.recorder.output_hooks.every = ()
+    assert_same(step_of(mode, held.cos), traced(held.cos))
+
+
+@pytest.mark.parametrize("level", ["module", "op"])
+def test_gradients_of_module_outputs_are_recorded_where_only_the_backward_pass_is(level):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    trace = traced(lambda: model(torch.ones(3, 2)).sum().backward(), model, level=level, phases=("backward",))
+    names = {(site.phase, site.module, site.name) for site in trace.program.sites}
+    assert {("backward", "0", "grad of output"), ("backward", "1", "grad of output")} <= names
+    assert not any(phase == "forward" and name == "output" for phase, _, name in names)
+
+
+def test_a_step_without_a_batch_has_no_sketch_of_the_one_before():
+    mode = HashMode()
+    step_of(mode, lambda: None, batch=torch.arange(40.0).view(4, 10))
+    assert mode.sketch
+    step_of(mode, lambda: None)
+    assert mode.sketch == ()

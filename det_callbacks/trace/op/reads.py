@@ -33,6 +33,11 @@ class Reads:
         self.row_edges: list[tuple[int, ...]] = []  # edges of each input site added for the current call
         self.unwritten: list[Tensor] = []  # tensors it reads that this step allocated and did not fill
 
+    def begin(self) -> None:
+        """Start a step; an exception may have ended the last one in the middle of a call."""
+        self.row_edges.clear()
+        self.unwritten.clear()
+
     def read(self, tensor: Tensor, reads: list[int], names: list[InputName]) -> None:
         """Collect the sites that wrote a tensor; make an input site for it if no recorded site did."""
         step = self._step
@@ -194,7 +199,8 @@ class Reads:
             yield Site(phase=phase, module=module, role=role, name=shown, inputs=edges, source=source)
 
     def roll_back(self, mark: int) -> None:
-        """Undo the input sites of a call that raised."""
+        """Undo the input sites of a call that raised, or that has no data."""
         self._step.roll_back(mark)
+        self._generators.roll_back(mark)
         self.row_edges.clear()
         self.unwritten.clear()

@@ -86,7 +86,8 @@ class GeneratorTrail:
         self.homes: Homes = home_devices()
         self._last: dict[object, tuple[int, ...]] = {}
         self._held: list[Generator] = []
-        self._drawing: object = None
+        self._drawing: object = None  # the generator read last, and the sites that its state depended on before
+        self._before: tuple[int, ...] = ()
 
     def read(self, name: str, position: int, generator: Generator | None = None) -> tuple[int, ...]:
         """Note the position where the state was digested; return the sites that the state depends on."""
@@ -95,10 +96,16 @@ class GeneratorTrail:
             key = generator_address(generator)
             if key not in self._last:
                 self._held.append(generator)
-        edges = self._last.get(key, ())
+        self._before = self._last.get(key, ())
         self._last[key] = (position,)
         self._drawing = key
-        return edges
+        return self._before
+
+    def roll_back(self, mark: int) -> None:
+        """Undo the last read if its site was at ``mark`` or later, because the call that read the state is dropped."""
+        last = self._last.get(self._drawing)
+        if last and last[0] >= mark:
+            self._last[self._drawing] = self._before
 
     def note_draw(self, position: int) -> None:
         """Note that the op at a position advanced the last read generator."""

@@ -216,17 +216,19 @@ class ModuleOutputs:
 
     def _record(self, module: str, output: Any) -> None:
         places = self._places
-        phase = places.phase
-        if not places.selects(phase, scope_in(module, recomputed=False)):
+        phase, scope = places.phase, scope_in(module, recomputed=False)
+        is_recorded = places.selects(phase, scope)
+        is_followed = places.selects("backward", scope) and torch.is_grad_enabled()
+        if not (is_recorded or is_followed):
             return
-        is_followed = "backward" in places.selection.phases and torch.is_grad_enabled()
         entries = (("output", output),) if isinstance(output, Tensor) else flatten(output, "output")
         for name, tensor in entries:
             if not isinstance(tensor, Tensor):
                 continue
             inner = unwrapped(tensor)
-            with self._lock:
-                self._named.output(phase, module, name, inner)
+            if is_recorded:
+                with self._lock:
+                    self._named.output(phase, module, name, inner)
             if is_followed and inner is tensor and tensor.requires_grad and not has_parts(tensor):
                 tensor.register_hook(partial(self._record_gradient, self._step, module, f"grad of {name}"))
 
