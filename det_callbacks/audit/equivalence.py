@@ -309,7 +309,7 @@ class _Rerun:
         first = written_by_call(plan, self.out, args, kwargs)
         if not first:
             self.reason = "no_output"
-        elif plan.may_be_in_flight and all(in_flight(plan, self.out, args, kwargs)):
+        elif plan.may_be_in_flight and in_flight(plan, self.out, args, kwargs) is not None:
             self.reason = "in_flight"
         elif not all(map(holds_data, first)):
             self.reason = "no_data"

@@ -1,7 +1,8 @@
 """The recorder: records what one step did, op by op, with as little work per op as possible.
 
-The hot path (``Recorder.op``) does no logging, string formatting or schema parsing. A call that matches the prediction
-costs look-ups and comparisons, its reads, and the digests of its outputs.
+The hot path (``Recorder.op``) does no logging or schema parsing. A call that matches the prediction costs look-ups and
+comparisons, its reads, and the digests of its outputs; where a number among its arguments is ambiguous (1 == 1.0) or
+changes, also a text of its numbers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -59,8 +60,7 @@ _READ_BACK = torch.ops.aten._local_scalar_dense.default
 class Recorder:
     """Records one step at a time, between ``begin`` and ``finish``.
 
-    ``step`` holds what the step has recorded so far, and ``places`` knows where the running code belongs; each of the
-    other attributes has one job.
+    ``step`` holds what the step has recorded so far, and ``places`` knows where the running code belongs.
     """
 
     def __init__(self, selection: Selection, root: nn.Module | None = None) -> None:
@@ -93,7 +93,10 @@ class Recorder:
 
     @property
     def phase(self) -> str:
-        """Phase of code outside a backward pass; the callback and the optimizer hooks set it."""
+        """Phase of code outside a backward pass; the callback and the optimizer hooks set it.
+
+        Setting it lets devices digest what waits, and ends the update of an optimizer for ``UnseenWriteCheck``.
+        """
         return self.places.phase
 
     @phase.setter
@@ -115,7 +118,7 @@ class Recorder:
         self.compiled.begin()
         self._unseen_writes.begin()
         self.strands.begin()
-        REPLACED.unfollow(self.compiled)
+        REPLACED.unfollow(self.compiled)  # after a step that was neither finished nor abandoned
         REPLACED.watch(self.compiled)
 
     def finish(self) -> StepTrace:
@@ -202,7 +205,7 @@ class Recorder:
         try:
             if plan.is_overwrite:
                 self.collectives.note_copy(plan, args)
-                for _, value in plan.inputs(args, kwargs):
+                for _, value in plan.inputs(args, kwargs):  # without the argument that it overwrites
                     self._reads.gather(value, consts, reads, input_names)
             else:
                 for value in (*args, *kwargs.values()) if kwargs else args:
@@ -241,7 +244,7 @@ class Recorder:
             outputs: Sequence[Any] = (out,)
         elif plan.sole_write >= 0:
             outputs = (args[plan.sole_write],)
-        elif plan.may_be_in_flight and all(flying := in_flight(plan, out, args, kwargs)):
+        elif plan.may_be_in_flight and (flying := in_flight(plan, out, args, kwargs)) is not None:
             self.undigested.mark_in_flight(*flying)
             outputs = ()
         else:
@@ -254,6 +257,7 @@ class Recorder:
             out, outputs = self.output_hooks.call(plan, phase, scope, out, outputs, args, kwargs)
 
         # which call it is: the predicted one if op, inputs, place and arguments agree; else the graph looks it up
+        # (comparing by identity is enough, since an equal call that is not found here is found there)
         graph = step.graph
         if input_names:
             labels_read = graph.labels_of(reads, first_site, self._reads.row_edges)
@@ -286,6 +290,7 @@ class Recorder:
             graph.at = node
             graph.labels += node.shared.labels
         else:
+            # a known call has data
             if outputs and not any(holds_data(output) for output in outputs):
                 self._reads.roll_back(first_site)
                 step.counts.skipped["no_data"] += 1
@@ -296,6 +301,7 @@ class Recorder:
         if input_names:
             self._reads.row_edges.clear()
         step.counts.num_digested += 1
+        # an update makes no autograd nodes, and a backward pass only for its own gradient or a recomputed forward pass
         if phase != "optimizer" and (phase != "backward" or _is_grad_enabled() or scope.recomputed):
             places.backward.register(node)
 
@@ -322,7 +328,7 @@ class Recorder:
                     pinned = pin_storage(storage)
                     ledger.pins.append(pinned)
                     writers[pinned] = position
-                elif (
+                elif (  # it covers its whole storage, which has a writer
                     slot.is_dense
                     and storage.nbytes() == slot.num_bytes
                     and (known_storage := storage_address(storage)) in writers

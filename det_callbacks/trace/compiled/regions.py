@@ -261,7 +261,7 @@ class CompiledRegions:
         if step.deferred.is_used and not plan.is_functional:
             step.deferred.before_writes(written_arguments(plan, args, kwargs))
         out = plan.call(*args, **kwargs)
-        if plan.may_be_in_flight and all(flying := in_flight(plan, out, args, kwargs)):
+        if plan.may_be_in_flight and (flying := in_flight(plan, out, args, kwargs)) is not None:
             self._undigested.mark_in_flight(*flying)
             return out
         outputs: Sequence[Any] = [output for output in written_by_call(plan, out, args, kwargs) if holds_data(output)]

@@ -52,26 +52,26 @@ def build_op(
     if node.phase != "optimizer":  # whose calls make no autograd node
         places.backward.note_stack(node)
     node.op_base, node.is_in_place, node.source = plan.base, bool(plan.writes), source_of_call(node)
-    default = None if scope.name is None else f"grad of {scope.name}"
-    output_names = [name or default for name in names_of_written(places, node.phase, plan, outputs)]
+    gradient_name = None if scope.name is None else f"grad of {scope.name}"
+    output_names = [name or gradient_name for name in names_of_written(places, node.phase, plan, outputs)]
     by_output = read.by_output(plan, args, kwargs, len(outputs))
-    names = list(_names_of_arguments(plan, args, kwargs))
-    assert len(names) == len(node.consts), plan.name
+    argument_names = list(_names_of_arguments(plan, args, kwargs))
+    assert len(argument_names) == len(node.consts), plan.name
     node.numbers = tuple(index for index, value in enumerate(node.consts) if is_number(value))
     node.any_number = tuple(
-        index for index, name in enumerate(names) if name.partition("[")[0] in plan.number_arguments
+        index for index, name in enumerate(argument_names) if name.partition("[")[0] in plan.number_arguments
     )
     graph.set_numbers(node, node.consts)
-    varying = tuple(names[index] for index in node.numbers)
+    varying = tuple(argument_names[index] for index in node.numbers)
     constants = {
         name: value
-        for index, (name, value) in enumerate(zip(names, node.consts, strict=True))
+        for index, (name, value) in enumerate(zip(argument_names, node.consts, strict=True))
         if index not in node.numbers
     }
     given = {*plan.argument_names[: len(args)], *kwargs}
     constants.update((name, value) for name, value in plan.defaults.items() if name not in given)
     arguments = arguments_json(constants)
-    every = sorted({at for at in node.positions if at is not None})
+    read_by_call = sorted({at for at in node.positions if at is not None})
     common: dict[str, Any] = {
         "phase": node.phase,
         "module": node.module,
@@ -87,15 +87,16 @@ def build_op(
     for index, (output, name) in enumerate(zip(outputs, output_names, strict=True)):
         role: Role = "output" if isinstance(output, Tensor) else "value"
         sites.append(Site(output=index, role=role, name=name, arguments=arguments, **common))
-        edges.append(every if by_output is None else sorted(set(by_output[index])))
+        edges.append(read_by_call if by_output is None else sorted(set(by_output[index])))
     node.sites, node.edges = tuple(sites), edges
 
 
-def names_of_written(places: "Places", phase: str, plan: OpPlan, outputs: Sequence[Any]) -> list[str | None]:
-    """Return the name of each output, or None for a tensor that the op made."""
+def names_of_written(places: Places, phase: str, plan: OpPlan, outputs: Sequence[Any]) -> list[str | None]:
+    """Return the known name of each output, or None."""
     if plan.is_functional:
         return [None] * len(outputs)
-    # which memory becomes a gradient depends on earlier steps (autograd, DDP), so the name is known only after the op
+    # outside the backward pass also a gradient; inside, a tensor may become one only after this op (autograd, DDP), and
+    # ``OpScope.name`` names what accumulates it
     name_of = places.names.of if phase == "backward" else places.names.of_written
     return [name_of(one) if isinstance(one, Tensor) and not has_parts(one) else None for one in outputs]
 

@@ -357,14 +357,13 @@ def tensors_read(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def in_flight(
     plan: OpPlan, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[Tensor], set[torch.device]]:
-    """Return the tensors that a call copies to the host asynchronously, with their devices."""
+) -> tuple[list[Tensor], set[torch.device]] | None:
+    """Return the tensors that a call copies to the host asynchronously, and from which devices; None for any other."""
     is_non_blocking = plan.argument("non_blocking", args, kwargs)
     written = written_arguments(plan, args, kwargs) if plan.writes else [out] if isinstance(out, Tensor) else []
     on_host = [tensor for tensor in written if tensor.is_cpu] if is_non_blocking else []
-    if not on_host:
-        return [], set()
-    return on_host, {value.device for value in tensors_in(args) if not value.is_cpu}
+    devices = {value.device for value in tensors_in(args) if not value.is_cpu} if on_host else set()
+    return (on_host, devices) if devices else None
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
