@@ -5,7 +5,7 @@ row of role "delivered", which depends on the "sent" rows; it has no bits while 
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -143,7 +143,7 @@ class Collectives:
             self._reads.read(part, reads, names)
         if names:
             phase, scope = self._place()
-            self._step_to(("arrival", phase, scope, [], reads, names, 0), ())
+            self._step_to("arrival", phase, scope, reads, names, ())
         return not any(map(self._numbers, delivered))
 
     def note_copy(self, plan: OpPlan, args: tuple[Any, ...]) -> None:
@@ -197,19 +197,31 @@ class Collectives:
 
         site = Site(phase=phase, module=scope.module, op=plan.name, role="sent", arguments=arguments)
         sites = [replace(site, output=index, inputs=inputs) for index, inputs in enumerate(edges)]
-        node = self._step_to((call.func, phase, scope, [arguments], reads, names, len(positions)), sites)
+        node = self._step_to(call.func, phase, scope, reads, names, sites, consts=[arguments])
         step.counts.num_digested += 1
         self._deliver(plan, node, positions, out, given)
         return out
 
-    def _step_to(self, call: tuple[Any, ...], sites: Iterable[Site]) -> CallNode:
+    def _step_to(
+        self,
+        func: object,
+        phase: str,
+        scope: OpScope,
+        reads: Sequence[int],
+        names: list[InputName],
+        sites: Sequence[Site],
+        consts: list[Any] | None = None,
+    ) -> CallNode:
         """Advance to the call that makes these sites, after those of its first reads."""
 
         def build(node: CallNode) -> None:
-            node.source = source_of(call[2]) or capture_source()
+            node.source = source_of(scope) or capture_source()
             node.sites = (*self._reads.sites(node), *(replace(site, source=node.source) for site in sites))
 
-        node = self._step.graph.step_to(call, build, self._reads.row_edges)
+        edges = self._reads.row_edges
+        node = self._step.graph.step_to(
+            func, phase, scope, reads, names, len(sites), build, consts=consts or [], edges=edges
+        )
         self._reads.row_edges.clear()
         return node
 

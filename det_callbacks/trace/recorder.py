@@ -28,6 +28,7 @@ from det_callbacks.trace.compiled.captures import GraphCaptures
 from det_callbacks.trace.compiled.regions import CompiledRegions
 from det_callbacks.trace.compiled.replaced import REPLACED
 from det_callbacks.trace.dispatch import TAKE_APART
+from det_callbacks.trace.op.call_graph import Call
 from det_callbacks.trace.op.components import PLAIN, STRIDED, address_of, holds_data, parts_with_memory
 from det_callbacks.trace.op.layouts import Parts, describe_parts, parts_of_arguments
 from det_callbacks.trace.op.output_hooks import OutputHooks
@@ -260,10 +261,10 @@ class Recorder:
         # (comparing by identity is enough, since an equal call that is not found here is found there)
         graph = step.graph
         if input_names:
-            labels_read = graph.labels_of(reads, first_site, self._reads.row_edges)
+            read_labels = graph.labels_of(reads, first_site, self._reads.row_edges)
             position = len(digests)  # position of the next site, after the input sites
         else:
-            labels_read = [*map(graph.label_at, reads)]
+            read_labels = [*map(graph.label_at, reads)]
             position = first_site
         names = input_names
         if plan.is_overwrite:  # what the op reads does not identify the tensor it writes
@@ -272,7 +273,7 @@ class Recorder:
         if (
             likely is not None
             and likely.func is func
-            and likely.reads == labels_read
+            and likely.read_labels == read_labels
             and likely.scope is scope
             and likely.phase is phase
             and likely.names == names
@@ -281,7 +282,7 @@ class Recorder:
             and (not kwargs or likely.keywords == tuple(kwargs))
             and (
                 (likely.consts == consts and (likely.exact is None or likely.exact == repr(consts)))
-                or graph.takes(likely, consts)  # keeps other numbers, and refuses other constants
+                or graph.take_numbers(likely, consts)
             )
         ):
             node = likely
@@ -295,7 +296,7 @@ class Recorder:
                 self._reads.roll_back(first_site)
                 step.counts.skipped["no_data"] += 1
                 return out
-            call = (func, phase, scope, consts, labels_read, names, len(outputs), tuple(kwargs))
+            call = Call(func, phase, scope, consts, read_labels, names, len(outputs), tuple(kwargs))
             build = partial(build_op, graph, places, self._reads, plan, args, kwargs, outputs)
             node = graph.go_to(call, reads, build, partial(source_of, scope))
         if input_names:

@@ -99,7 +99,7 @@ class Step:
         """Add a call without rows to the program, for something that may have written any memory."""
         self.counts.opaque.add(label)
         self.ledger.invalidate()
-        self.graph.step_to((label, phase, scope, [], [], [], 0), lambda node: None)
+        self.graph.step_to(label, phase, scope, [], [], 0, lambda node: None)
 
     def roll_back(self, mark: int) -> None:
         self.deferred.roll_back(mark)

@@ -190,9 +190,9 @@ def skipping_step(model: SkippingNet, optimizer: torch.optim.Optimizer, taken: t
 
 def test_steps_that_skip_blocks_at_random_are_not_built_anew(monkeypatch):
     built: list[str] = []
-    settle = CallGraph._settle
+    settle = CallGraph._give_rows
     monkeypatch.setattr(
-        CallGraph, "_settle", lambda graph, node: (built.append(str(node.func)), settle(graph, node))[1]
+        CallGraph, "_give_rows", lambda graph, node: (built.append(str(node.func)), settle(graph, node))[1]
     )
     model = SkippingNet()
     update = torch.optim.AdamW(model.parameters(), lr=0.01)

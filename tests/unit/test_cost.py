@@ -103,9 +103,9 @@ def test_an_op_of_steps_that_vary_takes_hardly_more_calls(
     share_built,
 ):
     built: list[str] = []
-    settle = CallGraph._settle
+    settle = CallGraph._give_rows
     monkeypatch.setattr(
-        CallGraph, "_settle", lambda graph, node: (built.append(str(node.func)), settle(graph, node))[1]
+        CallGraph, "_give_rows", lambda graph, node: (built.append(str(node.func)), settle(graph, node))[1]
     )
     captured: list[object] = []
     capture = engine.capture_source

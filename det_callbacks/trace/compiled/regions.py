@@ -160,8 +160,18 @@ class Region:
             )
             node.sites = (*self.read.sites(node), *sites)
 
-        call = (func, self.phase, self.scope, [part], rowwise(reads), names, len(reads))
-        self.source = self.step.graph.step_to(call, build, self.read.row_edges).source
+        node = self.step.graph.step_to(
+            func,
+            self.phase,
+            self.scope,
+            rowwise(reads),
+            names,
+            len(reads),
+            build,
+            consts=[part],
+            edges=self.read.row_edges,
+        )
+        self.source = node.source
         self.read.row_edges.clear()
 
 

@@ -1,8 +1,8 @@
 """The calls of all steps so far, as a graph: a step reuses the calls that earlier steps built.
 
-A call is identified by its op, its place and the rows it reads. Each row of a call has a *label*: a number that is
-unique within a step, and the same in every step, even where the row's position differs. So a call after a skipped
-block, or in the second of two branches, is the same call as before unless it reads other rows.
+A call is identified by its op, its place, its arguments and names, and the rows it reads. Each row of a call has a
+*label*: a number that is unique within a step, and the same in every step, even where the row's position differs. So a
+call after a skipped block, or in the second of two branches, is the same call as before unless it reads other rows.
 
 The recorder first tries the call that followed last time. If a different call came, the graph looks that call up, and
 the recorder tries its successor next. The graph builds only a call that no step had, with its sites and source lines.
@@ -12,11 +12,11 @@ size); the step keeps one digest of them per call.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,9 @@ MAX_PROGRAM_ROWS = 200_000  # in all kept programs, about 30 bytes each
 MAX_TEXT = 4_000_000  # characters of arguments; later ones have a digest only
 
 _BYTES_OF_CALL, _BYTES_OF_ROW, _BYTES_OF_ITEM = 800, 1000, 40  # measured with tracemalloc, rounded up
+
+
+_NONE: list[Any] = []  # constants or names of a call; shared by most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +57,10 @@ class _Alike:
     """The rows of calls that have the same op, place and sites, but read different sites."""
 
     is_named: bool  # whether their rows have names, which distinguish the calls
-    all: list[SharedRows] = field(default_factory=list)
+    members: list[SharedRows] = field(default_factory=list)
     readers: dict[int, list[SharedRows]] = field(default_factory=dict)  # by label read
     step: int = 0
-    num_used: int = 0  # leading entries of ``all`` used in that step
+    num_used: int = 0  # leading members used in that step
 
     def unused(self, step: int, phase: str, reads: Sequence[int]) -> SharedRows | None:
         """Return rows for a new call that this step has not used yet, or None if the caller has to make them.
@@ -66,16 +69,29 @@ class _Alike:
         parameter and needs new rows; any other call takes the first unused rows.
         """
         for label in reads:
-            for made in self.readers.get(label, ()):
-                if made.step != step:
-                    return made
+            for rows in self.readers.get(label, ()):
+                if rows.step != step:
+                    return rows
         if phase == "optimizer" and not self.is_named:
             return None
         if self.step != step:
             self.step, self.num_used = step, 0
-        while self.num_used < len(self.all) and self.all[self.num_used].step == step:
+        while self.num_used < len(self.members) and self.members[self.num_used].step == step:
             self.num_used += 1
-        return self.all[self.num_used] if self.num_used < len(self.all) else None
+        return self.members[self.num_used] if self.num_used < len(self.members) else None
+
+
+class Call(NamedTuple):
+    """What identifies a call: the first fields of ``CallNode`` after ``previous``."""
+
+    func: object
+    phase: str
+    scope: OpScope
+    consts: list[Any]
+    read_labels: list[int | None]
+    names: list[Any]
+    num_outputs: int
+    keywords: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, eq=False, repr=False)  # calls link to each other in a circle
@@ -87,8 +103,8 @@ class CallNode:
     phase: str
     scope: OpScope
     consts: list[Any]  # the last call's arguments that are not tensors, in order
-    reads: list[int | None]  # labels, see ``CallGraph.labels_of``
-    names: list[Any]  # names of the input sites made for this call
+    read_labels: list[int | None]  # see ``CallGraph.labels_of``
+    names: list[Any]  # of the input sites made for this call, of tensors that it overwrites, or of its rows
     num_outputs: int
     keywords: tuple[str, ...] = ()
     exact: str | None = None  # repr of ``consts`` where equality is too weak (1 == 1.0 == True, 0.0 == -0.0)
@@ -96,13 +112,14 @@ class CallNode:
     any_number: tuple[int, ...] = ()  # indices of those that take any kind of number: 1, 1.0 and True differ
     bits: int = 0  # the digest of the ``numbers``
     tag: ArgumentTag = "digest"
-    # set while the node is built: the positions that the call reads, its sites, and what each site reads
-    positions: Sequence[int | None] = ()
+    # only while the node is built: the positions that the call reads, its sites, and the positions that each reads
+    read_positions: Sequence[int | None] = ()
     sites: tuple[Site, ...] = ()
     edges: Sequence[Sequence[int]] = ()
+    # from then on
     shared: SharedRows = field(default_factory=SharedRows)
     num_read: tuple[int, ...] = ()  # number of rows that each row reads
-    read: tuple[int, ...] = ()  # the labels of the rows read, row by row
+    edge_labels: tuple[int, ...] = ()  # the labels of these, row by row
     source: tuple[str, ...] = ()
     # backward.py uses the following to decide whether an autograd node belongs to this call
     op_base: str = ""
@@ -125,21 +142,28 @@ class CallNode:
     @property
     def num_bytes(self) -> int:
         """Estimated size, without the rows, which calls share."""
-        return _BYTES_OF_CALL + _BYTES_OF_ITEM * (len(self.shared.rows) + len(self.read) + len(self.reads))
+        return _BYTES_OF_CALL + _BYTES_OF_ITEM * (len(self.shared.rows) + len(self.edge_labels) + len(self.read_labels))
 
-    def chain(self) -> "Iterator[CallNode]":
-        """Yield this call, then the others with the same hash."""
-        node: CallNode | None = self
-        while node is not None:
-            yield node
-            node = node.other
-
-    def is_call(self, call: tuple[Any, ...]) -> bool:
-        """Return whether a call equals this one, ignoring the arguments that are not tensors."""
-        func, phase, scope, _, *rest = call
-        if self.func is not func or self.phase != phase or (self.scope is not scope and self.scope != scope):
-            return False
-        return [self.reads, self.names, self.num_outputs, self.keywords][: len(rest)] == rest
+    def is_call(
+        self,
+        func: object,
+        phase: str,
+        scope: OpScope,
+        read_labels: list[int | None],
+        names: Sequence[Any],
+        num_outputs: int,
+        keywords: tuple[str, ...] = (),
+    ) -> bool:
+        """Return whether a call equals this one, apart from ``consts``."""
+        return (
+            self.func is func
+            and self.phase == phase
+            and (self.scope is scope or self.scope == scope)
+            and self.read_labels == read_labels
+            and self.names == names
+            and self.num_outputs == num_outputs
+            and self.keywords == keywords
+        )
 
 
 NOWHERE = OpScope(module="")
@@ -180,10 +204,10 @@ class CallGraph:
         """Start a step; forget the calls of all earlier steps if together they exceed the limit."""
         self.step += 1
         if self.num_bytes > self._limit:
-            # the last step alone may exceed MAX_BYTES
+            # the last step alone may exceed MAX_BYTES; then the limit rises, and the calls may stay
             self._limit = max(MAX_BYTES, self._bytes_of_step() * 4 // 3)
-        if self.num_bytes > self._limit:
-            self._forget()
+            if self.num_bytes > self._limit:
+                self._forget()
         self._start()
 
     def _bytes_of_step(self) -> int:
@@ -195,7 +219,7 @@ class CallGraph:
         self.num_nodes = 0
         self.num_bytes = 0
         self._num_labels = 0
-        self._calls: dict[int, CallNode] = {}  # hash of everything except the arguments -> newest call
+        self._calls: dict[int, CallNode] = {}  # hash of op, place, reads and names -> newest call
         self._site_rows: dict[Site, dict[tuple[str, ...], SiteRow]] = {}
         self._alike: dict[Hashable, _Alike] = {}  # by op, place and rows
         self._programs: OrderedDict[tuple[CallNode, ...], Program] = OrderedDict()
@@ -204,32 +228,48 @@ class CallGraph:
         self._root = _root()
 
     def labels_of(
-        self, reads: Sequence[int | None], mark: int, edges: Sequence[Sequence[int]] = ()
+        self, positions: Sequence[int | None], first_site: int, edges: Sequence[Sequence[int]] = ()
     ) -> list[int | None]:
-        """Return the labels that a call reads, -1 - n for its own n-th row; ``reads`` are positions, None between rows.
+        """Return the labels of the positions that a call reads, or -1 - n for its own n-th row; None divides rows.
 
-        ``mark`` is the position of the call's first row; ``edges`` holds the positions that its input sites read.
+        ``first_site`` is the position of the call's first row; ``edges`` holds the positions that its input sites read.
         """
         labels = self.labels
         if any(edges):
-            reads = [*reads, *rowwise(edges)]
-        return [at if at is None else labels[at] if at < mark else mark - 1 - at for at in reads]
+            positions = [*positions, *rowwise(edges)]
+        return [at if at is None else labels[at] if at < first_site else first_site - 1 - at for at in positions]
 
     def step_to(
-        self, call: tuple[Any, ...], build: Callable[[CallNode], None], edges: Sequence[Sequence[int]] = ()
+        self,
+        func: object,
+        phase: str,
+        scope: OpScope,
+        positions: Sequence[int | None],
+        names: Sequence[Any],
+        num_outputs: int,
+        build: Callable[[CallNode], None],
+        *,
+        consts: list[Any] = _NONE,
+        edges: Sequence[Sequence[int]] = (),
     ) -> CallNode:
-        """Go to a call that is given with positions (see ``go_to``); its rows follow those that have labels."""
-        func, phase, scope, consts, positions, *rest = call
-        reads = self.labels_of(positions, len(self.labels), edges)
-        call = (func, phase, scope, consts, reads, *rest)
+        """Go to the likely call, or to another one; its rows follow those that have labels.
+
+        The arguments are those of ``Call`` with the positions that it reads, and ``build`` and ``edges`` as elsewhere.
+        """
+        labels = self.labels_of(positions, len(self.labels), edges)
         node = self.at.likely
-        if node is not None and node.shared.step != self.step and node.is_call(call) and self.takes(node, consts):
-            return self.advance(node)
-        return self.go_to(call, positions, build)
+        if (
+            node is not None
+            and node.shared.step != self.step
+            and node.is_call(func, phase, scope, labels, names, num_outputs)
+            and self.take_numbers(node, consts)
+        ):
+            return self._advance(node)
+        return self.go_to(Call(func, phase, scope, consts, labels, [*names], num_outputs), positions, build)
 
     def go_to(
         self,
-        call: tuple[Any, ...],
+        call: Call,
         positions: Sequence[int | None],
         build: Callable[[CallNode], None],
         source: Callable[[], tuple[str, ...]] | None = None,
@@ -237,69 +277,71 @@ class CallGraph:
         """Go to a call other than the likely one: a known one, or a new one.
 
         Args:
-            call: the arguments of ``CallNode`` after the first.
+            call: the call.
             positions: the positions that the call reads.
             build: fills in a new node, and may raise.
-            source: returns the call's source lines, which identify a call that reads nothing.
+            source: returns the call's source lines, which identify a call that reads nothing, unless a checkpoint
+                recomputes it: the lines may then be those of its first run.
         """
-        func, phase, scope, consts, reads, names, *_ = call
-        key = hash((func, phase, scope, tuple(reads), tuple(names)))
-        node = last = self._calls.get(key)
-        lines = None if source is None or reads or scope.recomputed or node is None else source()
+        func, phase, scope, consts, read_labels, names, num_outputs, keywords = call
+        key = hash((func, phase, scope, tuple(read_labels), tuple(names)))
+        node = newest = self._calls.get(key)
+        lines = None if source is None or read_labels or scope.recomputed or node is None else source()
         while node is not None and not (
             node.shared.step != self.step
-            and node.is_call(call)
+            and node.is_call(func, phase, scope, read_labels, names, num_outputs, keywords)
             and (lines is None or node.source == lines)
-            and self.takes(node, consts)
+            and self.take_numbers(node, consts)
         ):
             node = node.other
         if node is None:
             node = CallNode(self.at, *call)
-            node.names, node.positions, node.other = names or _NO_NAMES, positions, last
+            node.names, node.read_positions, node.other = names or _NONE, positions, newest
             build(node)
-            node.positions = ()
-            self._settle(node)
+            node.read_positions = ()
+            self._give_rows(node)
             self._calls[key] = node
         self.at.likely = node
         self._has_strayed = True
-        return self.advance(node)
+        return self._advance(node)
 
-    def advance(self, node: CallNode) -> CallNode:
+    def _advance(self, node: CallNode) -> CallNode:
+        """Make a node the current call; ``Recorder.op`` does the same in place."""
         node.previous = self.at
         node.shared.step = self.step
         self.labels += node.shared.labels
         self.at = node
         return node
 
-    def _settle(self, node: CallNode) -> None:
-        """Give a new node its rows, and label them."""
+    def _give_rows(self, node: CallNode) -> None:
+        """Give a new node its rows, with labels: those of an equal call that the step has not used, or new ones."""
         sites, node.sites = node.sites, ()
         rows = node.shared.rows or tuple(map(self._row_of, sites))
         edges = node.edges or [site.inputs for site in sites]
         node.edges = ()
-        reads = [label for label in node.reads if label is not None and label >= 0]
-        node.shared = SharedRows(rows=rows)
+        read_labels = [label for label in node.read_labels if label is not None and label >= 0]
+        node.shared = SharedRows(rows=rows)  # for ``key``
         key = node.key
         alike = self._alike.get(key) or _Alike(is_named=any(row.site.name for row in rows))
         likely = self.at.likely
-        if likely is None or likely.shared.step == self.step or likely.key != key:
-            made = alike.unused(self.step, node.phase, reads) if rows else None
+        if likely is not None and likely.shared.step != self.step and likely.key == key:
+            shared: SharedRows | None = likely.shared
         else:
-            made = likely.shared
-        if made is None:
-            made = SharedRows(rows=rows, labels=range(self._num_labels, self._num_labels + len(rows)))
+            shared = alike.unused(self.step, node.phase, read_labels) if rows else None
+        if shared is None:
+            shared = SharedRows(rows=rows, labels=range(self._num_labels, self._num_labels + len(rows)))
             self._num_labels += len(rows)
-            alike.all.append(made)
+            alike.members.append(shared)
         if rows:
             self._alike[key] = alike
-        for label in reads if not alike.is_named else ():
+        for label in read_labels if not alike.is_named else ():
             readers = alike.readers.setdefault(label, [])
-            if made not in readers:
-                readers.append(made)
-        node.shared = made
+            if shared not in readers:
+                readers.append(shared)
+        node.shared = shared
         node.num_read = tuple(map(len, edges))
-        first, own = len(self.labels), made.labels
-        node.read = tuple([self.labels[at] if at < first else own[at - first] for one in edges for at in one])
+        first, own = len(self.labels), shared.labels
+        node.edge_labels = tuple([self.labels[at] if at < first else own[at - first] for one in edges for at in one])
         node.source = self._sources.setdefault(node.source, node.source)
         self.num_nodes += 1
         self.num_bytes += node.num_bytes
@@ -315,8 +357,8 @@ class CallGraph:
                 self.text.update(read_text([site.source]))
         return row
 
-    def takes(self, node: CallNode, consts: list[Any]) -> bool:
-        """Return whether a node takes a call with these arguments; if so, the node now holds their numbers."""
+    def take_numbers(self, node: CallNode, consts: list[Any]) -> bool:
+        """Return whether these arguments equal those of a node apart from numbers, which the node then has."""
         if node.consts == consts and (node.exact is None or node.exact == repr(consts)):
             return True
         if not node.numbers or len(node.consts) != len(consts):
@@ -331,7 +373,8 @@ class CallGraph:
     def set_numbers(self, node: CallNode, consts: list[Any]) -> None:
         """Store the arguments of a call, and the digest of their numbers, in its node."""
         node.consts = consts
-        is_weak = any(is_ambiguous(value, is_number=index in node.any_number) for index, value in enumerate(consts))
+        arguments = [(value, index in node.any_number) for index, value in enumerate(consts)]
+        is_weak = any(is_ambiguous(value, takes_any_number=takes_any) for value, takes_any in arguments)
         node.exact = repr(consts) if is_weak else None
         if node.numbers:
             node.bits, node.tag, text = argument_bits([consts[index] for index in node.numbers])
@@ -350,7 +393,7 @@ class CallGraph:
         return path[::-1]
 
     def program(self, counts: StepCounts) -> Program:
-        """Return the program of the step that ends here; reuse one that recent steps had."""
+        """Return the program of the step that ends here; one that recent steps had comes with their counts."""
         if not self._has_strayed and self._last is not None and self._last[0] is self.at:
             return self._last[1]
         key = tuple(self.calls())
@@ -381,22 +424,20 @@ class CallGraph:
         """Return how many sites each site reads, and the positions of those; see ``Program``."""
         num_read = np.fromiter(chain.from_iterable([call.num_read for call in calls]), dtype=np.int32)
         positions = {label: position for position, label in enumerate(self.labels)}
-        read = np.array([positions[label] for call in calls for label in call.read], dtype=np.int32)
+        read = np.array([positions[label] for call in calls for label in call.edge_labels], dtype=np.int32)
+        # ascending within each row
         return num_read, read[np.lexsort((read, np.repeat(np.arange(len(num_read)), num_read)))]
 
     def reads_by_position(self, calls: Sequence[CallNode]) -> list[list[int]]:
-        """Return the positions that each call of the step reads, in the order of its arguments."""
+        """Return the positions that each call of the step reads: by its arguments, then by its input sites."""
         positions = {label: position for position, label in enumerate(self.labels)}
         found = []
         first = 0
         for call in calls:
-            given = [label for label in call.reads if label is not None]
+            given = [label for label in call.read_labels if label is not None]
             found.append([positions[label] if label >= 0 else first - 1 - label for label in given])
             first += len(call.shared.labels)
         return found
-
-
-_NO_NAMES: list[Any] = []  # shared by most calls
 
 
 def _root() -> CallNode:
@@ -415,10 +456,10 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float | complex) and not isinstance(value, bool)
 
 
-def is_ambiguous(value: Any, *, is_number: bool) -> bool:
+def is_ambiguous(value: Any, *, takes_any_number: bool) -> bool:
     """Return whether an argument may equal a different one: 0.0 == -0.0, 1 == 1.0 == True."""
     if isinstance(value, list | tuple):
-        return any(is_ambiguous(item, is_number=is_number) for item in value)
+        return any(is_ambiguous(item, takes_any_number=takes_any_number) for item in value)
     if isinstance(value, float):
-        return value == 0.0 or (is_number and value.is_integer())
-    return is_number and isinstance(value, int | complex)
+        return value == 0.0 or (takes_any_number and value.is_integer())
+    return takes_any_number and isinstance(value, int | complex)

@@ -71,7 +71,7 @@ def build_op(
     given = {*plan.argument_names[: len(args)], *kwargs}
     constants.update((name, value) for name, value in plan.defaults.items() if name not in given)
     arguments = arguments_json(constants)
-    read_by_call = sorted({at for at in node.positions if at is not None})
+    read_by_call = sorted({at for at in node.read_positions if at is not None})
     common: dict[str, Any] = {
         "phase": node.phase,
         "module": node.module,

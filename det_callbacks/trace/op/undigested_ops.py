@@ -14,7 +14,7 @@ from det_callbacks.trace.attribution.engine import source_of
 from det_callbacks.trace.attribution.places import Places
 from det_callbacks.trace.collectives import Collectives
 from det_callbacks.trace.dispatch import TAKE_APART
-from det_callbacks.trace.op.call_graph import CallNode, OpScope
+from det_callbacks.trace.op.call_graph import Call, CallNode, OpScope
 from det_callbacks.trace.op.components import STRIDED, has_parts, parts_with_memory
 from det_callbacks.trace.op.output_hooks import OutputHooks
 from det_callbacks.trace.op.sites import source_of_call
@@ -147,7 +147,7 @@ class UndigestedOps:
             or node.shared.labels
             or node.shared.step == graph.step
         ):
-            call: tuple[Any, ...] = (func, phase, scope, [], [], [], 0)
+            call = Call(func, phase, scope, consts=[], read_labels=[], names=[], num_outputs=0)
             node = graph.go_to(call, [], partial(self._build, plan), partial(source_of, scope))
         else:
             node.previous = graph.at

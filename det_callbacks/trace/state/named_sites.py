@@ -168,9 +168,8 @@ class NamedSites:
             node.shared = SharedRows(rows=tuple([self._row(phase, owner, role, name) for name in names]))
             node.edges = _by_row(reads)
 
-        self._step.graph.step_to(
-            (label, phase, scope_in(owner or "", recomputed=False), [], reads, names, len(names)), build
-        )
+        scope = scope_in(owner or "", recomputed=False)
+        self._step.graph.step_to(label, phase, scope, reads, names, len(names), build)
 
     def _bits_of(self, value: Tensor | int | float | bool) -> Bits:
         return tensor_bits(value, self._step.deferred) if isinstance(value, Tensor) else scalar_bits(value)[0]

@@ -116,7 +116,7 @@ class _Ordering:
         for call, given in zip(calls, reads_of_calls, strict=True):
             positions = [*range(position, position + len(call.shared.rows))]
             position += len(call.shared.rows)
-            rest = [at for at in positions if self._rows[at].role not in _READ_FIRST or not call.reads]
+            rest = [at for at in positions if self._rows[at].role not in _READ_FIRST or not call.read_labels]
             for at in positions:
                 if at not in rest:
                     inputs = [*self._rows[at].inputs]
