@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from enum import IntEnum
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -130,36 +131,38 @@ def _group(view: StepView, key_ids: dict[Hashable, int]) -> _Step:
 def _bounds(sites: tuple[Site, ...]) -> Iterator[tuple[int, int, int]]:
     """Yield each unit's first row, its first row that is not an input, and one past its last."""
     num_sites = len(sites)
-    position = 0
-    while position < num_sites:
-        start = _skip_leading(sites, position)
-        stop = start + 1
-        head = sites[start]
-        if head.op:
-            if head.role == "argument" and stop < num_sites and _follows(sites[stop], head, 0):
-                stop += 1
-            while stop < num_sites and _follows(sites[stop], sites[stop - 1], sites[stop - 1].output + 1):
-                stop += 1
-        yield position, start, stop
-        position = stop
+    begin = start = 0  # the rows from ``begin`` to ``start`` are input rows
+    while start < num_sites:
+        if sites[start].role in _LEADING:
+            start += 1
+            continue
+        stop = _end_of_unit(sites, start)
+        first = start
+        if sites[start].op and begin < start:
+            # generators at a step's top belong to no op; an output of a ``_foreach`` op reads only its own inputs
+            read = set(chain.from_iterable(site.inputs for site in sites[start:stop]))
+            while first > begin and first - 1 in read:
+                first -= 1
+        yield from ((row, row, row + 1) for row in range(begin, first))
+        yield first, start, stop
+        begin = start = stop
+    yield from ((row, row, row + 1) for row in range(begin, num_sites))
 
 
-def _skip_leading(sites: tuple[Site, ...], position: int) -> int:
-    """Return the first row of the call that reads the input rows from here on, else ``position``."""
-    start = position
-    while start < len(sites) and sites[start].role in _LEADING:
-        start += 1
-    if start == position or start == len(sites) or not sites[start].op:
-        return position
-    reader = sites[start]
-    if reader.role == "argument" and start + 1 < len(sites):
-        reader = sites[start + 1]
-    # generators at a step's top belong to no op
-    reads_all_rows = set(range(position, start)).issubset(reader.inputs)
-    return start if reads_all_rows else position
+def _end_of_unit(sites: tuple[Site, ...], start: int) -> int:
+    """Return one past the last row of the call, or the named row, at ``start``."""
+    head, stop = sites[start], start + 1
+    if not head.op:
+        return stop
+    if head.role == "argument" and stop < len(sites) and _follows(sites[stop], head, 0):
+        stop += 1
+    while stop < len(sites) and _follows(sites[stop], sites[stop - 1], sites[stop - 1].output + 1):
+        stop += 1
+    return stop
 
 
 def _follows(site: Site, before: Site, output: int) -> bool:
+    """Return whether a row is the output number ``output`` of the call that the row before it belongs to."""
     is_same_call = (site.phase, site.module, site.op, site.output) == (before.phase, before.module, before.op, output)
     return is_same_call and site.role in ("output", "value", "sent", "region_input")
 
