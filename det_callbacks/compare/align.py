@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from enum import IntEnum
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -18,10 +19,12 @@ import numpy as np
 from det_callbacks.compare.arguments import read_arguments
 from det_callbacks.runs.program import Site, StepView
 
-_LEADING = ("input", "generator", "delivered", "graph_output")
+# of rows that precede the call that reads them, and of rows that may follow the first row of a call
+_INPUT_ROLES = ("input", "generator", "delivered", "graph_output")
+_LATER_ROLES = ("output", "value", "sent", "region_input")
 
 Pairs = list[tuple[int, int]]
-"""Positions in the reference and in the current step."""
+"""Positions of rows, or indices of units, in the reference and in the current step; -1 means none."""
 
 _Item = TypeVar("_Item")
 
@@ -29,16 +32,16 @@ MAX_CELLS = 1_000_000
 """The largest product of two lengths for which a gap is searched for its longest common blocks; some 0.1 s."""
 
 
-class Level(IntEnum):
-    """What is equal in two units with the same key; the strictest first.
+class MatchKey(IntEnum):
+    """What is equal in two units with the same key, besides the op; the strictest first.
 
     A name may be known on only one side, so equal bits match under any name.
     """
 
-    DIGEST = 0  # the bits
-    ARGUMENTS = 1  # the arguments and layouts
+    DIGEST = 0  # the outputs, arguments, layouts and bits, but not the names
+    ARGUMENTS = 1  # the outputs, names, arguments and layouts
     STRUCTURE = 2  # the outputs and names
-    OP = 3  # the op
+    OP = 3
 
 
 class Gap(NamedTuple):
@@ -52,7 +55,8 @@ class Gap(NamedTuple):
 class Alignment:
     """The position of each row in both steps; -1 if a step does not have the row.
 
-    Numbers that the other side keeps as constants, and input rows of an op in only one step, are not aligned.
+    It omits two kinds of rows without a partner: numbers of a call with outputs, which the other side may keep as
+    constants, and input rows of a call in only one step.
     """
 
     reference: np.ndarray
@@ -71,19 +75,19 @@ def align(reference: StepView, current: StepView) -> Alignment:
     if reference.record.program_id == current.record.program_id:
         positions = np.arange(len(reference.program), dtype=np.int64)
         return Alignment(reference=positions, current=positions, is_same_program=True)
-    key_ids: dict[Hashable, int] = {}
-    reference_step, current_step = _group(reference, key_ids), _group(current, key_ids)
+    interned: dict[Hashable, int] = {}
+    reference_step, current_step = _group(reference, interned), _group(current, interned)
     matches = _match_units(reference_step.units, current_step.units)
     table = np.array(_join(reference_step, current_step, matches), dtype=np.int64).reshape(-1, 2)
     return Alignment(reference=table[:, 0], current=table[:, 1])
 
 
 class _Unit(NamedTuple):
-    leads: range  # input rows of the call
+    input_rows: range
     rows: range  # outputs of a call, or a named row; a call without outputs has its argument row here
-    argument: int  # the argument row of a call with outputs, or -1
+    argument_row: int  # of a call with outputs, or -1
     names: tuple[str | None, ...]  # of ``rows``
-    keys: tuple[int, int, int, int]  # ids of its keys by level; equal on both sides for equal keys
+    keys: tuple[int, int, int, int]  # by ``MatchKey``: interned keys
 
 
 class _Step(NamedTuple):
@@ -91,35 +95,35 @@ class _Step(NamedTuple):
     units: list[_Unit]  # in order
 
 
-def _group(view: StepView, key_ids: dict[Hashable, int]) -> _Step:
-    """Group the rows of a step into units; ``key_ids`` gets the keys of both sides."""
+def _group(view: StepView, interned: dict[Hashable, int]) -> _Step:
+    """Group the rows of a step into units; ``interned`` numbers the keys of both sides, for fast comparison."""
 
-    def key_id(*key: Hashable) -> int:
-        return key_ids.setdefault(key, len(key_ids))
+    def intern(*key: Hashable) -> int:
+        return interned.setdefault(key, len(interned))
 
     sites, digests = view.program.sites, view.record.digests.tolist()
     # by object: hashing each entry again would cost more
     by_object = {id(entry): entry for entry in view.layout.entries}
-    id_by_object = {key: key_id("layout", entry) for key, entry in by_object.items()}
-    layouts = [id_by_object[id(entry)] for entry in view.layout.entries]
+    interned_by_object = {key: intern("layout", entry) for key, entry in by_object.items()}
+    layouts = [interned_by_object[id(entry)] for entry in view.layout.entries]
     units = []
-    for lead, start, stop in _bounds(sites):
+    for begin, start, stop in _bounds(sites):
         has_argument = sites[start].role == "argument" and stop > start + 1
         first = start + 1 if has_argument else start
         rows = sites[first:stop]
         head = rows[0]
         # names identify rows of the state or the batch
         op_or_name = (head.op,) if head.op else (head.op, head.role, head.name)
-        op = key_id(Level.OP, head.phase, head.module, *op_or_name)
+        op = intern(MatchKey.OP, head.phase, head.module, *op_or_name)
         outputs, names = tuple((row.role, row.output) for row in rows), tuple(row.name for row in rows)
-        structure = key_id(Level.STRUCTURE, op, outputs, names)
+        structure = intern(MatchKey.STRUCTURE, op, outputs, names)
         given = (tuple(layouts[first:stop]), read_arguments(view, first).canonical if head.op else None)
-        arguments = key_id(Level.ARGUMENTS, structure, given)
-        bits = key_id(Level.DIGEST, op, outputs, given, tuple(digests[first:stop]))
+        arguments = intern(MatchKey.ARGUMENTS, structure, given)
+        bits = intern(MatchKey.DIGEST, op, outputs, given, tuple(digests[first:stop]))
         unit = _Unit(
-            leads=range(lead, start),
+            input_rows=range(begin, start),
             rows=range(first, stop),
-            argument=start if has_argument else -1,
+            argument_row=start if has_argument else -1,
             names=names,
             keys=(bits, arguments, structure, op),
         )
@@ -130,82 +134,83 @@ def _group(view: StepView, key_ids: dict[Hashable, int]) -> _Step:
 def _bounds(sites: tuple[Site, ...]) -> Iterator[tuple[int, int, int]]:
     """Yield each unit's first row, its first row that is not an input, and one past its last."""
     num_sites = len(sites)
-    position = 0
-    while position < num_sites:
-        start = _skip_leading(sites, position)
-        stop = start + 1
-        head = sites[start]
-        if head.op:
-            if head.role == "argument" and stop < num_sites and _follows(sites[stop], head, 0):
-                stop += 1
-            while stop < num_sites and _follows(sites[stop], sites[stop - 1], sites[stop - 1].output + 1):
-                stop += 1
-        yield position, start, stop
-        position = stop
+    begin = start = 0  # the rows from ``begin`` to ``start`` are input rows
+    while start < num_sites:
+        if sites[start].role in _INPUT_ROLES:
+            start += 1
+            continue
+        stop = _end_of_unit(sites, start)
+        first = start
+        if sites[start].op and begin < start:
+            # generators at a step's top belong to no op; an output of a ``_foreach`` op reads only its own inputs
+            read = set(chain.from_iterable(site.inputs for site in sites[start:stop]))
+            while first > begin and first - 1 in read:
+                first -= 1
+        yield from ((row, row, row + 1) for row in range(begin, first))
+        yield first, start, stop
+        begin = start = stop
+    yield from ((row, row, row + 1) for row in range(begin, num_sites))
 
 
-def _skip_leading(sites: tuple[Site, ...], position: int) -> int:
-    """Return the first row of the call that reads the input rows from here on, else ``position``."""
-    start = position
-    while start < len(sites) and sites[start].role in _LEADING:
-        start += 1
-    if start == position or start == len(sites) or not sites[start].op:
-        return position
-    reader = sites[start]
-    if reader.role == "argument" and start + 1 < len(sites):
-        reader = sites[start + 1]
-    # generators at a step's top belong to no op
-    reads_all_rows = set(range(position, start)).issubset(reader.inputs)
-    return start if reads_all_rows else position
+def _end_of_unit(sites: tuple[Site, ...], start: int) -> int:
+    """Return one past the last row of the call, or the named row, at ``start``."""
+    head, stop = sites[start], start + 1
+    if not head.op:
+        return stop
+    if head.role == "argument" and stop < len(sites) and _follows(sites[stop], head, 0):
+        stop += 1
+    while stop < len(sites) and _follows(sites[stop], sites[stop - 1], sites[stop - 1].output + 1):
+        stop += 1
+    return stop
 
 
 def _follows(site: Site, before: Site, output: int) -> bool:
+    """Return whether a row is the output number ``output`` of the call that the row before it belongs to."""
     is_same_call = (site.phase, site.module, site.op, site.output) == (before.phase, before.module, before.op, output)
-    return is_same_call and site.role in ("output", "value", "sent", "region_input")
+    return is_same_call and site.role in _LATER_ROLES
 
 
 def _match_units(reference: list[_Unit], current: list[_Unit]) -> Pairs:
     """Return matched units in order: index in the reference, index in the current step."""
-    pairs: Pairs = []
-    gaps = [Gap(range(len(reference)), range(len(current)))]
-    for level in Level:
-        reference_keys = [unit.keys[level] for unit in reference]
-        current_keys = [unit.keys[level] for unit in current]
-        unmatched: list[Gap] = []
-        for gap in gaps:
-            found, remaining = _split(reference_keys, current_keys, gap, suffix_first=level != Level.DIGEST)
-            pairs += found
-            unmatched += remaining
-        gaps = unmatched
-        if level == Level.DIGEST:
-            gaps = []
-            for gap in unmatched:
-                if _is_same_sequence(_in_range(reference, gap.reference), _in_range(current, gap.current)):
-                    pairs += zip(gap.reference, gap.current, strict=True)
-                else:
-                    gaps.append(gap)
+    whole = Gap(range(len(reference)), range(len(current)))
+    # bits agree up to the first difference, while equal bits at the end may be a coincidence
+    pairs, gaps = _match_by(MatchKey.DIGEST, reference, current, [whole], suffix_first=False)
+    remaining = []
+    for gap in gaps:
+        if _is_same_sequence(_in_range(reference, gap.reference), _in_range(current, gap.current)):
+            pairs += zip(gap.reference, gap.current, strict=True)
+        else:
+            remaining.append(gap)
+    for key in (MatchKey.ARGUMENTS, MatchKey.STRUCTURE, MatchKey.OP):
+        # bits differ from the beginning of a gap on, so an op inserted among its kind is there
+        found, remaining = _match_by(key, reference, current, remaining, suffix_first=True)
+        pairs += found
     return sorted(pairs)
 
 
-def _split(
-    reference_keys: list[int], current_keys: list[int], gap: Gap, *, suffix_first: bool
+def _match_by(
+    key: MatchKey, reference: list[_Unit], current: list[_Unit], gaps: list[Gap], *, suffix_first: bool
 ) -> tuple[Pairs, list[Gap]]:
-    """Return the matches in a gap, and the gaps that remain between them."""
-    pairs, middle = _trim(reference_keys, current_keys, gap, suffix_first=suffix_first)
-    matches = _match(reference_keys, current_keys, middle)
-    pairs += matches
-    gaps = []
-    for part in _gaps_between(matches, middle):
-        found, remaining = _trim(reference_keys, current_keys, part, suffix_first=suffix_first)
-        pairs += found
-        gaps.append(remaining)
-    return pairs, gaps
+    """Return the matches in gaps, and the gaps that remain between them."""
+    reference_keys = [unit.keys[key] for unit in reference]
+    current_keys = [unit.keys[key] for unit in current]
+    pairs: Pairs = []
+    remaining = []
+    for gap in gaps:
+        found, middle = _trim(reference_keys, current_keys, gap, suffix_first=suffix_first)
+        matches = _match_blocks(reference_keys, current_keys, middle)
+        pairs += found + matches
+        for part in _gaps_between(matches, middle):
+            found, rest = _trim(reference_keys, current_keys, part, suffix_first=suffix_first)
+            pairs += found
+            remaining.append(rest)
+    return pairs, remaining
 
 
 def _is_same_sequence(reference: Sequence[_Unit], current: Sequence[_Unit]) -> bool:
     """Return whether both have the same ops: a search by arguments would then pair some with their neighbours."""
     return len(reference) == len(current) and all(
-        reference_unit.keys[Level.OP] == current_unit.keys[Level.OP]
+        reference_unit.keys[MatchKey.OP] == current_unit.keys[MatchKey.OP]
         and _have_compatible_names(reference_unit.names, current_unit.names)
         for reference_unit, current_unit in zip(reference, current, strict=True)
     )
@@ -229,8 +234,8 @@ def _join(reference: _Step, current: _Step, matches: Pairs) -> Pairs:
             reference.units[reference_start:reference_index], current.units[current_start:current_index], partners
         )
         reference_unit, current_unit = reference.units[reference_index], current.units[current_index]
-        rows += [(position, -1) for position in reference_unit.leads if position not in paired]
-        rows += [(partners.get(position, -1), position) for position in current_unit.leads]
+        rows += [(position, -1) for position in reference_unit.input_rows if position not in paired]
+        rows += [(partners.get(position, -1), position) for position in current_unit.input_rows]
         rows += _pair_outputs(reference.view, reference_unit, current.view, current_unit)
         reference_start, current_start = reference_index + 1, current_index + 1
     return rows + _unmatched_rows(reference.units[reference_start:], current.units[current_start:], partners)
@@ -240,7 +245,7 @@ def _unmatched_rows(reference: Sequence[_Unit], current: Sequence[_Unit], partne
     """Return the rows of units without a match; of their input rows, only those with a partner."""
     rows: Pairs = [(position, -1) for unit in reference for position in unit.rows]
     for unit in current:
-        rows += [(partners[position], position) for position in unit.leads if position in partners]
+        rows += [(partners[position], position) for position in unit.input_rows if position in partners]
         rows += [(-1, position) for position in unit.rows]
     return rows
 
@@ -258,7 +263,8 @@ def _pair_inputs_of_calls(reference: _Step, current: _Step, matches: Pairs) -> d
     """Return the reference's input row for each input row of matched calls that read the same in order."""
     partners: dict[int, int] = {}
     for reference_index, current_index in matches:
-        reference_rows, current_rows = reference.units[reference_index].leads, current.units[current_index].leads
+        reference_rows = reference.units[reference_index].input_rows
+        current_rows = current.units[current_index].input_rows
         reference_sites = _in_range(reference.view.program.sites, reference_rows)
         current_sites = _in_range(current.view.program.sites, current_rows)
         has_same_roles = [site.role for site in reference_sites] == [site.role for site in current_sites]
@@ -272,8 +278,8 @@ def _pair_inputs_of_calls(reference: _Step, current: _Step, matches: Pairs) -> d
 def _pair_inputs_by_key(reference: _Step, current: _Step, partners: dict[int, int]) -> dict[int, int]:
     """Return the reference's input row for each of the current step that is not in ``partners``, if keys match."""
     paired = {*partners.values()}
-    reference_rows = [position for unit in reference.units for position in unit.leads if position not in paired]
-    current_rows = [position for unit in current.units for position in unit.leads if position not in partners]
+    reference_rows = [position for unit in reference.units for position in unit.input_rows if position not in paired]
+    current_rows = [position for unit in current.units for position in unit.input_rows if position not in partners]
     pairs = _pair_by_key(
         [(_input_key(reference.view, position), position) for position in reference_rows],
         [(_input_key(current.view, position), position) for position in current_rows],
@@ -301,15 +307,15 @@ def _pair_outputs(
     reference_view: StepView, reference_unit: _Unit, current_view: StepView, current_unit: _Unit
 ) -> Pairs:
     rows: Pairs = []
-    if reference_unit.argument >= 0 and current_unit.argument >= 0:
-        rows.append((reference_unit.argument, current_unit.argument))
+    if reference_unit.argument_row >= 0 and current_unit.argument_row >= 0:
+        rows.append((reference_unit.argument_row, current_unit.argument_row))
     if _have_compatible_names(reference_unit.names, current_unit.names):
         return rows + list(zip(reference_unit.rows, current_unit.rows, strict=True))
 
     def with_keys(view: StepView, unit: _Unit) -> list[tuple[Hashable, int]]:
-        sites = view.program.sites
-        rows = [(position, sites[position]) for position in unit.rows]
-        return [((site.role, site.name or site.output), position) for position, site in rows]
+        sites = _in_range(view.program.sites, unit.rows)
+        keys = [(site.role, site.name or site.output) for site in sites]
+        return list(zip(keys, unit.rows, strict=True))
 
     pairs = _pair_by_key(with_keys(reference_view, reference_unit), with_keys(current_view, current_unit))
     paired = {reference_row for reference_row, _ in pairs}
@@ -339,7 +345,7 @@ def _trim(
     return pairs, Gap(range(reference_start, reference_stop), range(current_start, current_stop))
 
 
-def _match(reference_keys: Sequence[int], current_keys: Sequence[int], gap: Gap) -> Pairs:
+def _match_blocks(reference_keys: Sequence[int], current_keys: Sequence[int], gap: Gap) -> Pairs:
     """Match the longest common blocks of a gap.
 
     In a large gap, keys match by their n-th occurrence from its end, as far as their order agrees.
@@ -352,7 +358,7 @@ def _match(reference_keys: Sequence[int], current_keys: Sequence[int], gap: Gap)
             for key, position in reference_positions.items()
             if key in current_positions
         ]
-        return _longest_increasing(common[::-1])
+        return _longest_ascending(common[::-1])  # ``common`` begins with the last positions
     # backwards, because the search puts insertions as late as possible
     reference_backwards, current_backwards = gap.reference[::-1], gap.current[::-1]
     matcher = SequenceMatcher(
@@ -395,18 +401,19 @@ def _in_range(items: Sequence[_Item], positions: range) -> Sequence[_Item]:
     return items[positions.start : positions.stop]
 
 
-def _longest_increasing(candidates: Pairs) -> Pairs:
-    """Return the longest run of pairs that ascends in both steps; the candidates ascend in the reference."""
-    ends: list[int] = []  # the smallest last position in the current step of a run of each length
-    runs: list[tuple[Any, ...]] = []  # the best run of each length: (last pair, run before it)
+def _longest_ascending(candidates: Pairs) -> Pairs:
+    """Return the longest subsequence of pairs that ascends in both steps; the candidates ascend in the reference."""
+    # patience sorting; of each length, the subsequence whose last position in the current step is the smallest
+    ends: list[int] = []  # that position
+    chains: list[tuple[Any, ...]] = []  # (its last pair, the subsequence before that pair)
     for pair in candidates:
         length = bisect_left(ends, pair[1])
-        # patience sorting: the pair ends a better run of this length, or begins the next length
+        # the pair is a better end for this length, or begins the next length
         ends[length : length + 1] = [pair[1]]
-        runs[length : length + 1] = [(pair, runs[length - 1] if length else ())]
+        chains[length : length + 1] = [(pair, chains[length - 1] if length else ())]
     found: Pairs = []
-    run = runs[-1] if runs else ()
-    while run:
-        pair, run = run
+    rest = chains[-1] if chains else ()
+    while rest:
+        pair, rest = rest
         found.append(pair)
     return found[::-1]

@@ -35,8 +35,8 @@ from det_callbacks.runs.evidence import (
 from det_callbacks.runs.program import IDLE, StepView
 from det_callbacks.runs.store import Run
 
-SKETCHED = 4
-"""How many samples of a batch, those with the smallest digests, are searched in the reference."""
+MAX_SEARCHED = 4
+"""How many samples of a batch's sketch, those with the smallest digests, are searched in the reference."""
 
 MIN_FOUND = 0.75
 """The share that is enough, because a sketch may leave one out."""
@@ -155,7 +155,7 @@ def find_evidence(reference: Run, current: Run, difference: StepDifference) -> E
     if not has_other_batch:
         return evidence
     reference_samples, current_samples = reference_window.samples(step), current_window.samples(step)
-    new_samples = [sample for sample in current_samples if sample not in reference_samples][:SKETCHED]
+    new_samples = [sample for sample in current_samples if sample not in reference_samples][:MAX_SEARCHED]
     found_at, is_whole = None, False
     if new_samples:
         found_at, is_whole = _find_samples(reference, *place, new_samples=new_samples, samples=current_samples)

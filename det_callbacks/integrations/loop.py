@@ -27,7 +27,7 @@ from det_callbacks.observers.observations import REGISTRY
 from det_callbacks.runs.metrics import LOG, RESUMED, Metric, Reading
 from det_callbacks.trace.dispatch import runs_uncompiled
 from det_callbacks.trace.state.optimizers import parameters_of
-from det_callbacks.training.arguments import require_whole
+from det_callbacks.training.arguments import require_integer
 from det_callbacks.training.draws import Draws
 from det_callbacks.training.following import FollowedRun
 from det_callbacks.training.held_generators import find_generators
@@ -225,8 +225,8 @@ class TrainingRun(FollowedRun):
         """
         if self._is_open:
             raise SelectionError("Call resume_from before the with block, which counts the steps.")
-        require_whole("step", step, 0)
-        require_whole("epoch", epoch, 0)
+        require_integer("step", step, 0)
+        require_integer("epoch", epoch, 0)
         self._first_step, self._first_epoch, self._is_resumed = step, epoch, True
         return self
 

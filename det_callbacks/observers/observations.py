@@ -68,7 +68,7 @@ class Observations:
         for gradient in self._gradients:
             if not gradient.num_received and not (gradient.is_repeated and gradient.name in received):
                 absent: list[tuple[str, Any]] = [(gradient.name, None)]  # recorded like a plain value
-                self._recorder.named.group("observation", "backward", absent, owner=gradient.module)
+                self._recorder.named.record_group("observation", "backward", absent, owner=gradient.module)
                 self._report(
                     f"{gradient.name} is recorded as missing, because no backward pass of the step computed it. Check "
                     "that the tensor requires a gradient, and that the loss uses it."
@@ -112,7 +112,7 @@ class Observations:
         strands = self._recorder.strands
         with self._recorder.step.lock, strands.recording(strands.here()):
             phase, scope = self._recorder.places.now()
-            self._record(phase, scope.module, entries, is_source=is_replayed)
+            self._record(phase, scope.module, entries, is_writer=is_replayed)
         return changed
 
     def observe_gradient(self, name: str, tensor: Tensor, *, is_replayed: bool, is_compiled: bool) -> None:
@@ -158,7 +158,7 @@ class Observations:
                 # not in place: another branch of the graph may hold the same tensor
                 replaced = self._replay.exchange_apart(key, value, op=name, deferred=self._recorder.step.deferred)
             entry = (name, unwrapped(value if replaced is None else replaced))
-            self._record("backward", gradient.module, [entry], is_source=gradient.is_replayed)
+            self._record("backward", gradient.module, [entry], is_writer=gradient.is_replayed)
             return replaced
 
     def _takes(self, name: str, *, is_replayed: bool) -> bool:
@@ -179,8 +179,8 @@ class Observations:
             self._report(f"{name!r} was observed {where}. Nothing was recorded, compared, saved or restored there.")
         return not where
 
-    def _record(self, phase: str, module: str, entries: list[tuple[str, Any]], *, is_source: bool) -> None:
-        self._recorder.named.group("observation", phase, entries, owner=module, is_source=is_source)
+    def _record(self, phase: str, module: str, entries: list[tuple[str, Any]], *, is_writer: bool) -> None:
+        self._recorder.named.record_group("observation", phase, entries, owner=module, is_writer=is_writer)
 
     def _report(self, text: str) -> None:
         if text not in self._reported:

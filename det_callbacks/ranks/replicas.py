@@ -16,7 +16,7 @@ from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import DetCallbacksError, NothingComparedError
 from det_callbacks.ranks.group import RankGroup, by_majority
 from det_callbacks.trace.op.components import holds_data
-from det_callbacks.trace.state.named_sites import states_of_parameters
+from det_callbacks.trace.state.walker import states_of_parameters
 
 Ranks = tuple[int, ...]
 

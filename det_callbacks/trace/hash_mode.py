@@ -22,8 +22,9 @@ from det_callbacks.trace.op.components import holds_data
 from det_callbacks.trace.recorder import Recorder
 from det_callbacks.trace.state.batches import Samples, record_batch
 from det_callbacks.trace.state.leaves import flatten
-from det_callbacks.trace.state.named_sites import Entry, ModuleOutputs, StateWalker, states_of_parameters
+from det_callbacks.trace.state.named_sites import ModuleOutputs
 from det_callbacks.trace.state.optimizers import OptimizerPhases, in_phase
+from det_callbacks.trace.state.walker import Entry, StateWalker, states_of_parameters
 
 
 class HashMode:
@@ -137,11 +138,11 @@ class HashMode:
             recorder.phase = self._base_phase
             self._name_parameters()
             if is_first:
-                recorder.named.group("initial state", "state", self._state(), is_source=True)
+                recorder.named.record_group("initial state", "state", self._state(), is_writer=True)
             if further := list(self.list_further()):
-                recorder.named.group("further state", "state", further, owner="", is_source=True)
+                recorder.named.record_group("further state", "state", further, owner="", is_writer=True)
             self._samples = [] if batch is None else record_batch(recorder.step, recorder.named, batch)
-            recorder.named.generators()
+            recorder.named.record_generators()
             self.is_open = True
             if self.selection.level != "state":
                 recorder.places.modules.open()
@@ -162,10 +163,10 @@ class HashMode:
             with self.recorder.step.lock:  # a module may still run in another thread
                 self.recorder.undigested.wait_for_copies()
                 entries = self._state()
-                places = self.recorder.named.group("state", "state", entries)
-                self.recorder.named.generators(is_end=True)
+                names = self.recorder.named.record_group("state", "state", entries)
+                self.recorder.named.record_generators(is_end=True)
                 if self.selection.level == "op":
-                    self.recorder.places.names.keep(places, entries)
+                    self.recorder.places.names.replace(names, (value for _, value in entries if has_address(value)))
                 self.trace = self.recorder.finish()
         except BaseException:  # including Ctrl-C: leave no hooks behind
             self.recorder.abandon()
@@ -184,7 +185,7 @@ class HashMode:
             with self.recorder.step.lock:
                 if phase == "state":
                     self.recorder.undigested.wait_for_copies()
-                self.recorder.named.group(name, phase, list(flatten(values, name)), owner="")
+                self.recorder.named.record_group(name, phase, list(flatten(values, name)), owner="")
 
     def digest_state(self) -> dict[str, int]:
         """Return the digest of each parameter, buffer and optimizer state by name; for a number, its 64 bits."""
@@ -255,7 +256,7 @@ class HashMode:
             if parameter.grad is not None
         ]
         with self.recorder.step.lock:
-            self.recorder.named.group("gradients", "gradient", entries)
+            self.recorder.named.record_group("gradients", "gradient", entries)
 
     def _name_parameters(self) -> None:
         parameters = [] if self._walker is None else self._walker.walk(PARAMETERS)

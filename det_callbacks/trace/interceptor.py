@@ -15,7 +15,7 @@ class Interceptor(DispatchMode):
         self._recorder: Recorder | None = None
         self.recorder = recorder
         self._captures = recorder.captures.begun
-        self._inside = recorder.places.inside
+        self._running_regions = recorder.places.running_regions
         self._lock = recorder.step.lock
 
     @property
@@ -48,7 +48,7 @@ class Interceptor(DispatchMode):
         with self._lock:
             if self._captures and recorder.captures.is_capturing():
                 out = recorder.undigested.captured(func, args, kwargs or {})
-            elif self._inside and recorder.places.is_in_region():
+            elif self._running_regions and recorder.places.is_in_region():
                 out = recorder.compiled.dispatch(func, args, kwargs or {})
             else:
                 out = recorder.op(func, args, kwargs or {})

@@ -66,7 +66,7 @@ class RunArguments:
         for name, flag in (("overwrite", overwrite), ("log_metrics", log_metrics)):
             if not isinstance(flag, bool):
                 raise SelectionError(f"{name} must be True or False; got {flag!r}.")
-        require_whole("audit_replicas_every_n_steps", audit_replicas_every_n_steps, 0)
+        require_integer("audit_replicas_every_n_steps", audit_replicas_every_n_steps, 0)
         may_lack = mode in ("audit", "disabled")
         for name, path, is_optional in (("reference", reference, may_lack), ("current", current, True)):
             if not (is_optional and path is None) and not (isinstance(path, str | Path) and str(path)):
@@ -124,7 +124,7 @@ class RunArguments:
             )
 
 
-def require_whole(name: str, value: object, least: int) -> None:
+def require_integer(name: str, value: object, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise SelectionError(f"{name} must be an integer >= {least}; got {value!r}.")
 

@@ -2,15 +2,19 @@ import random
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from step_builder import StepBuilder, both
+from torch import nn
+from tracing import traced
 
 from det_callbacks.compare.align import align
+from det_callbacks.runs.program import StepView
 
 
-def one_sided(reference: StepBuilder, current: StepBuilder) -> tuple[list[int], list[int]]:
-    alignment = align(reference.view(), current.view())
+def one_sided(reference: StepView, current: StepView) -> tuple[list[int], list[int]]:
+    alignment = align(reference, current)
     missing = alignment.reference[alignment.current < 0].tolist()
     return missing, alignment.current[alignment.reference < 0].tolist()
 
@@ -79,7 +83,7 @@ def one_more_name(step, now):
     ],
 )
 def test_only_what_one_step_has_more_is_left_over(fill, extra):
-    reference, current = both(fill)
+    reference, current = (step.view() for step in both(fill))
     assert one_sided(reference, current) == ([], extra)
     assert one_sided(current, reference) == (extra, [])
 
@@ -109,7 +113,7 @@ def chain_of(ops: list[tuple[int, int]], edits: dict[int, str]) -> tuple[StepBui
 def test_random_insertions_and_removals_are_found_exactly(ops, edits):
     reference, _ = chain_of(ops, {})
     current, inserted = chain_of(ops, edits)
-    missing, extra = one_sided(reference, current)
+    missing, extra = one_sided(reference.view(), current.view())
     assert extra == inserted
     assert missing == [index + 1 for index, edit in sorted(edits.items()) if edit == "remove" and index < len(ops)]
 
@@ -128,3 +132,32 @@ def test_unrelated_steps_of_one_module_are_aligned_within_bounds():
     assert np.count_nonzero(paired) > 300
     assert np.all(np.diff(alignment.reference[paired]) > 0)
     assert np.all(np.diff(alignment.current[paired]) > 0)
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_every_tensor_that_an_op_on_lists_reads_first_belongs_to_it(is_fused):
+    """Gradients are read by AdamW, or by what clips them before; from outside the step, as all that AdamW reads."""
+
+    def step(*, clips: bool) -> StepView:
+        parameters = [nn.Parameter(torch.full((4,), value)) for value in (1.0, 2.0, 3.0)]
+        gradients = [torch.full((4,), value) for value in (4.0, 5.0, 6.0)]
+        optimizer = torch.optim.AdamW(parameters, foreach=not is_fused, fused=is_fused)
+
+        def update() -> None:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+
+        update()
+
+        def body() -> None:
+            if clips:
+                torch._foreach_mul_(gradients, 0.5)
+            update()
+
+        return traced(body).view()
+
+    reference, current = step(clips=False), step(clips=True)
+    missing, extra = one_sided(reference, current)
+    assert missing == []
+    assert {current.program.sites[row].op for row in extra} == {"aten._foreach_mul_.Scalar"}

@@ -145,7 +145,7 @@ def test_nothing_is_left_behind_when_a_region_raises():
     with pytest.raises(RuntimeError, match="the kernel failed"), mode:
         compiled(torch.ones(3))
     assert REPLACED.watchers == []
-    assert mode.recorder.places.inside == {}
+    assert mode.recorder.places.running_regions == {}
     assert step_of(mode, lambda: torch.ones(2) + 1).program.opaque_regions == ()
 
 

@@ -13,7 +13,7 @@ from det_callbacks.internals.twins import either
 from det_callbacks.runs.program import STATE_OF
 from det_callbacks.trace.op.components import holds_data
 from det_callbacks.trace.state.leaves import flatten
-from det_callbacks.trace.state.named_sites import StateWalker
+from det_callbacks.trace.state.walker import StateWalker
 
 MAX_BYTES = 1 << 20  # limit on the tensors in the ``state_dict`` of a callback that is read at each step
 

@@ -12,7 +12,7 @@ from det_callbacks.errors import NothingComparedError, SettingsError
 from det_callbacks.integrations.lightning.trainer import LightningTraining
 from det_callbacks.internals.twins import join_twins
 from det_callbacks.runs.patterns import as_names
-from det_callbacks.training.arguments import OnDivergence, require_one_of, require_whole
+from det_callbacks.training.arguments import OnDivergence, require_integer, require_one_of
 from det_callbacks.training.fits import note_fit
 from det_callbacks.training.replicas import Replicas
 
@@ -56,7 +56,7 @@ class ReplicaAuditCallback(Replicas, Callback):
         self, every_n_steps: int = 100, on_divergence: OnDivergence = "raise", *, ignore: Sequence[str] = ()
     ) -> None:
         require_one_of("on_divergence", on_divergence, OnDivergence)
-        require_whole("every_n_steps", every_n_steps, 1)
+        require_integer("every_n_steps", every_n_steps, 1)
         join_twins(ReplicaAuditCallback)  # pytorch_lightning may be imported later than this module
         super().__init__(every_n_steps, on_divergence, ignore=as_names("ignore", ignore))
 

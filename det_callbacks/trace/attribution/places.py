@@ -1,4 +1,4 @@
-"""Determines phase and module of ops, names of tensors, and whether they are recorded."""
+"""Determines the phase and module of an op, and whether the op is recorded."""
 
 from collections.abc import Iterable
 from threading import get_ident
@@ -16,16 +16,19 @@ from det_callbacks.trace.op.call_graph import OpScope
 
 
 class Places:
+    """What a step's code belongs to at the moment: phase, module and compiled region; and the names of tensors."""
+
     def __init__(self, selection: Selection, root: nn.Module | None) -> None:
         self.selection = selection
         self.phase = "other"  # phase of ops outside a backward pass
         self.names = NameTable()
-        self.parameter_names: dict[int, str] = {}  # ``id`` of a parameter -> name
-        self._parameters: frozenset[str] | None = None  # the names, once something asked for them
+        self.parameter_names: dict[int, str] = {}  # ``id`` of a parameter -> name; shared with ``backward``
+        self._parameter_name_set: frozenset[str] | None = None  # once something asked for it
         self.modules = ModuleStack(root)
         self.calls: ModuleCalls = self.modules  # calls of the thread being recorded, while the lock is held
         self.backward = BackwardMap(self.parameter_names, self.modules)
-        self.inside: dict[int, Any] = {}  # thread -> its running compiled Region, or None without rows
+        # thread -> the compiled ``Region`` that runs in it, or None if what runs has no rows
+        self.running_regions: dict[int, Any] = {}
         self.selects_all = selection.modules == ("*",) and len(selection.phases) == len(PHASES)
         self._selected: dict[tuple[str, str], bool] = {}
 
@@ -33,33 +36,36 @@ class Places:
         """Set the names of the model's parameters."""
         self.parameter_names.clear()
         self.parameter_names.update([(id(parameter), name) for name, parameter in named])
-        self._parameters = None
+        self._parameter_name_set = None
 
     @property
-    def parameters(self) -> frozenset[str]:
+    def parameter_name_set(self) -> frozenset[str]:
         """Names of the model's parameters."""
-        if self._parameters is None:
-            self._parameters = frozenset(self.parameter_names.values())
-        return self._parameters
+        if self._parameter_name_set is None:
+            self._parameter_name_set = frozenset(self.parameter_names.values())
+        return self._parameter_name_set
 
     def owner_of(self, name: str) -> str:
         """Return the module that a named tensor belongs to: "net.head" for "exp_avg of net.head.weight"."""
-        return (parameter_in(name, self.parameters) or name).rpartition(".")[0]
+        return (parameter_in(name, self.parameter_name_set) or name).rpartition(".")[0]
 
     def follow(self, calls: ModuleCalls) -> None:
+        """Take modules from the calls of the thread that is recorded from here on."""
         self.calls = self.backward.calls = calls
 
     def now(self) -> tuple[str, OpScope]:
-        if self.inside and (region := self.inside.get(get_ident())) is not None:
+        """Return the phase and scope of the running op."""
+        if self.running_regions and (region := self.running_regions.get(get_ident())) is not None:
             return region.phase, region.scope
         if graph_task_id() == -1:
             return self.phase, self.calls.current
         return "backward", self.backward.scope()
 
     def is_in_region(self) -> bool:
-        return get_ident() in self.inside
+        return get_ident() in self.running_regions
 
     def selects(self, phase: str, scope: OpScope) -> bool:
+        """Return whether ops of a phase and scope are recorded."""
         if self.selects_all:
             return True
         selected = self._selected.get(key := (phase, scope.module))

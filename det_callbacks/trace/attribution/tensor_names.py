@@ -1,4 +1,4 @@
-"""Names the parameter, buffer or optimizer state that an op reads or writes."""
+"""Names the parameter, buffer, optimizer state or gradient that an op reads or writes."""
 
 from collections.abc import Callable, Iterable
 from typing import TypeGuard
@@ -16,8 +16,9 @@ Addresses = tuple[int, int]
 class NameTable:
     """Maps addresses to the qualified names of parameters, buffers and optimizer states.
 
-    It collects names when a step begins (those of an optimizer's state when it is first seen), so a resumed run
-    gets the same names. Weak references pin the storages, so that no address is reused.
+    ``HashMode`` replaces the names when a step ends. It refreshes them if a parameter has moved when a step begins, and
+    for each new optimizer, so a resumed run has the same names. Weak references pin the storages, so that no address
+    is reused.
     """
 
     def __init__(self) -> None:
@@ -28,16 +29,19 @@ class NameTable:
         self._begins: dict[int, list[int]] = {}  # storage -> addresses of its named tensors
 
     def refresh(self) -> None:
+        """Collect the names of the current state."""
         entries = [(name, value) for name, value in self.list_state() if has_address(value)]
-        self.keep({addresses_of(value): name for name, value in reversed(entries)}, entries)
+        names = {addresses_of(value): name for name, value in reversed(entries)}  # the first name wins
+        self.replace(names, (value for _, value in entries))
 
-    def keep(self, names: dict[Addresses, str], entries: Iterable[tuple[str, object]]) -> None:
+    def replace(self, names: dict[Addresses, str], tensors: Iterable[Tensor]) -> None:
+        """Set the names, and pin the tensors that have them; reads ``tensors`` only if a name changed."""
         if names != self.known:
             self.close()
             self.known = names
             for storage, address in names:
                 self._begins.setdefault(storage, []).append(address)
-            self._pins = [pin_storage(next(parts_of(one)).untyped_storage()) for _, one in entries if has_address(one)]
+            self._pins = [pin_storage(next(parts_of(tensor)).untyped_storage()) for tensor in tensors]
 
     def of(self, tensor: Tensor) -> str | None:
         return self.known.get(addresses_of(tensor))
@@ -54,8 +58,10 @@ class NameTable:
 
     def of_written(self, tensor: Tensor) -> str | None:
         """Return the name of an ordinary strided tensor, perhaps a gradient, that an op has written."""
-        if (known := self.of(tensor)) is not None or not (address := address_of(tensor)):
+        if (known := self.of(tensor)) is not None:
             return known
+        if not (address := address_of(tensor)):  # an efficient zero tensor has no memory
+            return None
         for name, parameter in self.list_parameters(tensor.shape):
             gradient = parameter.grad
             if gradient.__class__ is Tensor and gradient.layout is STRIDED and address_of(gradient) == address:

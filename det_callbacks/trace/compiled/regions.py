@@ -191,7 +191,7 @@ class CompiledRegions:
         self._undigested, self._captures = undigested, captures
         self.before_capture, self.before_replay = captures.before_capture, captures.before_replay
         self._output_hooks, self._strands = output_hooks, strands
-        self._inside = places.inside
+        self._running_regions = places.running_regions
         self._stances: list[Any] = []  # one for each ``open``, or None if compiled code runs
         self._token: object = None  # identifies the step
 
@@ -210,7 +210,7 @@ class CompiledRegions:
     def end(self) -> None:
         """End a step; backward passes of graphs that outlive it are not recorded."""
         self._token = None
-        self._inside.clear()
+        self._running_regions.clear()
 
     def run(self, graph: TracedGraph, call: Callable[..., Any], *args: Any) -> Any:
         step, places = self._step, self._places
@@ -234,7 +234,7 @@ class CompiledRegions:
         try:
             outputs = call(*args)
         finally:
-            self._inside.pop(get_ident(), None)
+            self._running_regions.pop(get_ident(), None)
             calls.return_to_stack()
         results = list(tensors_in([outputs]))
         with self._recording():
@@ -257,7 +257,7 @@ class CompiledRegions:
                 self._step.run_unseen(_EARLIER, *self._places.now())
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        step, region = self._step, self._inside[get_ident()]
+        step, region = self._step, self._running_regions[get_ident()]
         if not isinstance(region, Region):
             return self._undigested.captured(func, args, kwargs)
         plan = self._plans.of(func)
@@ -296,14 +296,14 @@ class CompiledRegions:
     def _start(self, region: Region) -> None:
         self._step.deferred.flush()  # the region's kernels reuse memory, even that of inputs
         self._step.counts.opaque.add(region.graph.region)
-        self._inside[get_ident()] = None if region.graph.is_graphed else region
+        self._running_regions[get_ident()] = None if region.graph.is_graphed else region
 
     def _without_rows(self, call: Callable[..., Any], *args: Any) -> Any:
-        self._inside[get_ident()] = None
+        self._running_regions[get_ident()] = None
         try:
             return call(*args)
         finally:
-            self._inside.pop(get_ident(), None)
+            self._running_regions.pop(get_ident(), None)
 
     def _name(self, known: str, value: Any) -> str:
         name = self._places.parameter_names.get(id(value))
@@ -370,7 +370,7 @@ class CompiledRegions:
             if not running or token is not self._token:
                 return
             with step.lock:
-                self._inside.pop(get_ident(), None)
+                self._running_regions.pop(get_ident(), None)
                 known = names if len(gradients) == len(names) else [None] * len(gradients)
                 running.pop().leave(pair for pair in zip(known, gradients, strict=True) if pair[0] != "")
 

@@ -18,13 +18,14 @@ from det_callbacks.trace.op.components import has_parts, holds_data
 from det_callbacks.trace.op.deferred_sites import DeferredSites
 from det_callbacks.trace.op.sites import SpecialInput
 from det_callbacks.trace.state.leaves import is_constant, leaves
-from det_callbacks.trace.state.named_sites import Derived, DerivedEntry, Entry, NamedSites
+from det_callbacks.trace.state.named_sites import Derived, DerivedEntry, NamedSites
+from det_callbacks.trace.state.walker import Entry
 from det_callbacks.trace.step import Step
 
 MAX_SAMPLES = 1024  # samples of larger batches are not digested individually
-MAX_SKETCHED = 8
+MAX_SKETCHED = 8  # digests in a sketch; ``compare.evidence`` searches fewer of them
 
-_WORDS = (1, 2, 4, 8)
+_WORD_SIZES = (1, 2, 4, 8)  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +38,14 @@ class Samples:
 
     digest: int
     sketch: tuple[int, ...]
-    num_bytes: int
+    num_bytes: int  # of one sample
 
 
 def record_batch(step: Step, named: NamedSites, batch: Any) -> list[Samples]:
-    """Record the tensors of a batch (phase data), each followed by the order-independent digest of its samples.
+    """Record the tensors of a batch (phase data), each of 2 to 1,024 samples with an order-independent digest of these.
 
-    Opaque objects are recorded by their type. Digests of samples on a device are known when the step is settled.
+    Opaque objects are recorded by their type. Returns the samples of the tensors, in a list that samples on a device
+    enter when the step is settled; those of 1, 2, 4 or 8 bytes, which have no sketch, never do.
     """
     found: list[Samples] = []
     entries: list[Entry | DerivedEntry] = []
@@ -60,7 +62,7 @@ def record_batch(step: Step, named: NamedSites, batch: Any) -> list[Samples]:
     for kind, name in unread.items():
         entries.append((name, Derived(0, step.layouts.special(kind, (), UNREAD))))
         step.counts.opaque.add(f"{name} ({kind})")
-    named.group("batch", "data", entries, owner="", is_source=True)
+    named.record_group("batch", "data", entries, owner="", is_writer=True)
     return found
 
 
@@ -76,7 +78,7 @@ def _digest_samples(deferred: DeferredSites, tensor: Tensor, found: list[Samples
         found.append(samples_of(tensor))
         return found[-1].digest
     size = tensor.numel() // tensor.shape[0] * tensor.itemsize
-    if size in _WORDS:
+    if size in _WORD_SIZES:
         copy = deferred.fetch(tensor)
         return derived((), lambda _: samples_of(copy).digest)
     rows = deferred.digest_rows(tensor)
@@ -95,7 +97,7 @@ def samples_of(tensor: Tensor) -> Samples:
             tensor = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     num_samples, address = tensor.shape[0], tensor.data_ptr()
     size = tensor.numel() // num_samples * tensor.itemsize
-    if size not in _WORDS:
+    if size not in _WORD_SIZES:
         return _of_digests(digest_rows(address, num_samples, size), size)
     words = np.sort(np.frombuffer(string_at(address, num_samples * size), dtype=f"<u{size}"))
     return Samples(digest_bytes(words.tobytes()), (), size)
@@ -103,5 +105,5 @@ def samples_of(tensor: Tensor) -> Samples:
 
 def _of_digests(digests: Sequence[int], size: int) -> Samples:
     digests = sorted(digests)
-    sketch = tuple(digests[:MAX_SKETCHED]) if size > max(_WORDS) else ()
+    sketch = tuple(digests[:MAX_SKETCHED]) if size > max(_WORD_SIZES) else ()
     return Samples(digest_bytes(struct.pack(f"<{len(digests)}Q", *digests)), sketch, size)

@@ -1,18 +1,17 @@
 """Sites of named tensors: state, batch, loss, gradients, outputs of modules."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from det_callbacks.digest.components import tensor_bits
 from det_callbacks.digest.device.deferred import Bits
 from det_callbacks.digest.host import digest_spans
-from det_callbacks.internals.torch import CHILDREN, storage_address
+from det_callbacks.internals.torch import storage_address
 from det_callbacks.runs.program import AFTER_STEP, IN_FLIGHT, Role, Site, SiteRow, scalar_bits
 from det_callbacks.trace.attribution.backward import scope_in
 from det_callbacks.trace.attribution.places import Places
@@ -26,6 +25,7 @@ from det_callbacks.trace.op.sites import SpecialInput
 from det_callbacks.trace.op.storages import PartialWrites
 from det_callbacks.trace.state.generators import GeneratorTrail, process_generators
 from det_callbacks.trace.state.leaves import flatten
+from det_callbacks.trace.state.walker import Entry
 from det_callbacks.trace.step import Step
 
 
@@ -36,20 +36,22 @@ class Derived(NamedTuple):
     slot: LayoutSlot
 
 
-Entry = tuple[str, Tensor | int | float | bool]
 DerivedEntry = tuple[str | SpecialInput, Derived]
 
 
 class NamedSites:
+    """Records sites without an op: groups of named tensors and numbers, generators, and outputs of modules."""
+
     def __init__(
         self, step: Step, places: Places, generators: GeneratorTrail, collectives: Collectives, captures: GraphCaptures
     ) -> None:
         self._step, self._places, self._generators = step, places, generators
         self._collectives, self._captures = collectives, captures
-        self._parameters: frozenset[str] = frozenset()
+        self._parameter_names: frozenset[str] = frozenset()
         self._rows: dict[tuple[str, str | None, Role, str], SiteRow] = {}  # valid for the current parameters
 
-    def generators(self, *, is_end: bool = False) -> None:
+    def record_generators(self, *, is_end: bool = False) -> None:
+        """Record the state of each generator, when a step begins or ends."""
         step, trail = self._step, self._generators
         first = step.num_sites
         names: list[str] = []
@@ -61,29 +63,29 @@ class NamedSites:
         step.layout_indices.extend([step.layouts.none.index] * len(names))
         self._step_to("generators", "rng", "", reads, names, "generator")
 
-    def group(
+    def record_group(
         self,
         label: str,
         phase: str,
         entries: Sequence[Entry | DerivedEntry],
         *,
         owner: str | None = None,
-        is_source: bool = False,
+        is_writer: bool = False,
     ) -> dict[Addresses, str]:
-        """Record named tensors and numbers as sites, in row-major order; return spans of ordinary strided tensors.
+        """Record named tensors and numbers as sites, in row-major order; return the first name at each address.
 
         ``label`` distinguishes groups at the same place. Their module is ``owner``, or is taken from each
-        name. If ``is_source``, later ops that read the tensors read these sites.
+        name. If ``is_writer``, later ops that read the tensors read these sites.
         """
         if self._captures.is_captured():
             return {}
         names: list[str | SpecialInput] = []
         reads: list[int | None] = []
         indices: list[int] = []
-        spans: list[tuple[int, int]] = []  # in host memory
-        others: list[tuple[int, Any]] = []
-        sources: list[Any] = []
-        found: dict[Addresses, str] = {}
+        spans: list[tuple[int, int]] = []  # address and number of bytes, in host memory
+        others: list[tuple[int, Any]] = []  # values that are digested without a span, in order, with their index
+        written: list[Any] = []
+        by_address: dict[Addresses, str] = {}
         name: Any
         value: Any
         step = self._step
@@ -91,15 +93,17 @@ class NamedSites:
         for name, value in entries:
             edges: Sequence[int] = ()
             is_plain = value.__class__ in PLAIN and value.layout is STRIDED and value.is_cpu and not value.is_nested
-            storage = value.untyped_storage() if is_plain else None
-            place = storage_address(storage) if storage is not None else 0
-            known: Any = writers.get(place)
-            if storage is not None and known.__class__ is not PartialWrites:
-                edges = () if known is None else (known,)
+            writer: Any = None
+            if is_plain:
+                storage = value.untyped_storage()
+                of_storage = storage_address(storage)
+                writer = writers.get(of_storage)
+            if is_plain and writer.__class__ is not PartialWrites:
+                edges = () if writer is None else (writer,)
                 slot = layouts.slots.get((value.dtype, value.shape, value.stride())) or layouts.of(value)
                 address = address_of(value)
                 if slot.num_bytes:
-                    found.setdefault((place, address), name)
+                    by_address.setdefault((of_storage, address), name)
                 if slot.is_row_major and address and not value.is_neg() and storage.nbytes() >= slot.num_bytes:
                     spans.append((address, slot.num_bytes))
                 else:
@@ -109,37 +113,38 @@ class NamedSites:
                 others.append((len(names), value))
             elif not holds_data(value):
                 continue
-            elif self._collectives.arrive(value):
+            elif self._collectives.arrive(value):  # also a plain tensor of which several sites wrote parts
                 edges, slot = step.writers_of(value), layouts.of(value)
                 others.append((len(names), value))
                 if has_address(value):
-                    found.setdefault(addresses_of(value), name)
+                    by_address.setdefault(addresses_of(value), name)
             else:
                 edges, slot = step.writers_of(value), layouts.without_bits(value, IN_FLIGHT)
-                others.append((len(names), 0))
+                others.append((len(names), Derived(0, slot)))
             names.append(name)
             reads += edges
             reads.append(None)
             indices.append(slot.index)
-            if is_source:
-                sources.append(value)
+            if is_writer:
+                written.append(value)
         if not names:
-            return found
+            return by_address
         self._step_to(label, phase, owner, reads, names)
         first = step.num_sites
         digests = digest_spans(spans)
-        for index, value in others:
+        for index, value in others:  # ascending, so each is inserted at its final index
             bits = value.bits if isinstance(value, Derived) else self._bits_of(value)
             digests.insert(index, step.deferred.defer(first + index, bits))
         step.digests.extend(digests)
         step.layout_indices.extend(indices)
-        for position, value in enumerate(sources, start=first):
+        for position, value in enumerate(written, start=first):
             if isinstance(value, Tensor) and not has_parts(value) and value.numel():
                 step.ledger.write(value, position)
         step.deferred.end_group()
-        return found
+        return by_address
 
-    def output(self, phase: str, module: str, name: str, tensor: Tensor) -> None:
+    def record_output(self, phase: str, module: str, name: str, tensor: Tensor) -> None:
+        """Record an output of a module or its gradient, unless it has no data or a collective is still pending."""
         step = self._step
         if not holds_data(tensor) or self._captures.is_captured():
             return
@@ -161,9 +166,9 @@ class NamedSites:
         role: Role = "named",
     ) -> None:
         def build(node: CallNode) -> None:
-            parameters = self._places.parameters
-            if parameters != self._parameters:
-                self._parameters = parameters
+            parameter_names = self._places.parameter_name_set
+            if parameter_names != self._parameter_names:
+                self._parameter_names = parameter_names
                 self._rows.clear()
             node.shared = SharedRows(rows=tuple([self._row(phase, owner, role, name) for name in names]))
             node.edges = _by_row(reads)
@@ -186,7 +191,7 @@ class NamedSites:
 
 
 def _by_row(reads: Iterable[int | None]) -> list[list[int]]:
-    """Return the sorted reads of each row, from a list with None after each row's positions."""
+    """Return the sorted reads of each row, each once, from a list that ``rowwise`` could have made."""
     found: list[list[int]] = []
     positions: set[int] = set()
     for at in reads:
@@ -199,18 +204,21 @@ def _by_row(reads: Iterable[int | None]) -> list[list[int]]:
 
 
 class ModuleOutputs:
-    """Records outputs of selected modules, and their gradients: full backward hooks break in-place activations."""
+    """Records outputs of selected modules, and their gradients.
+
+    Full backward hooks break in-place activations, so it uses hooks of tensors.
+    """
 
     def __init__(self, named: NamedSites, places: Places, lock: RLock) -> None:
         self._named, self._places, self._lock = named, places, lock
-        self._step: object = None
+        self._open_token: object = None  # hooks that outlive their step hold another
 
     def open(self) -> None:
-        self._step = object()
+        self._open_token = object()
         self._places.modules.on_output = self._record
 
     def close(self) -> None:
-        self._step = None
+        self._open_token = None
         self._places.modules.on_output = None
 
     def _record(self, module: str, output: Any) -> None:
@@ -227,66 +235,12 @@ class ModuleOutputs:
             inner = unwrapped(tensor)
             if is_recorded:
                 with self._lock:
-                    self._named.output(phase, module, name, inner)
+                    self._named.record_output(phase, module, name, inner)
             if is_followed and inner is tensor and tensor.requires_grad and not has_parts(tensor):
-                tensor.register_hook(partial(self._record_gradient, self._step, module, f"grad of {name}"))
+                tensor.register_hook(partial(self._record_gradient, self._open_token, module, f"grad of {name}"))
 
-    def _record_gradient(self, step: object, module: str, name: str, gradient: Tensor | None) -> None:
+    def _record_gradient(self, token: object, module: str, name: str, gradient: Tensor | None) -> None:
         # None is a zero gradient that autograd did not materialise
-        if gradient is not None and step is self._step:
+        if gradient is not None and token is self._open_token:
             with self._lock:
-                self._named.output("backward", module, name, gradient)
-
-
-class StateWalker:
-    """Lists parameters and buffers of a module by qualified name, shared ones once.
-
-    Unlike ``nn.Module.named_parameters``, it builds names only if the tree of modules changed.
-    """
-
-    def __init__(self, root: nn.Module) -> None:
-        self._root = root
-        self._modules: list[tuple[str, nn.Module, tuple[int, ...]]] = []
-
-    def walk(self, *kinds: str) -> list[tuple[str, Tensor]]:
-        """Return (name, tensor) pairs from the attributes ``kinds`` of the modules, "_parameters" or "_buffers"."""
-        if not self._is_known():
-            self._modules = [
-                (f"{name}." if name else "", module, _children_of(module))
-                for name, module in self._root.named_modules()
-            ]
-        known = set()
-        entries: list[tuple[str, Tensor]] = []
-        for kind in kinds:
-            for prefix, module, _ in self._modules:
-                for name, value in getattr(module, kind).items():
-                    if value is not None and id(value) not in known:
-                        known.add(id(value))
-                        entries.append((prefix + name, value))
-        return entries
-
-    def _is_known(self) -> bool:
-        for _, module, children in self._modules:  # twice in a step: ``any`` costs more
-            if children != _children_of(module):
-                return False
-        return bool(self._modules)
-
-
-def _children_of(module: nn.Module) -> tuple[int, ...]:
-    return tuple(map(id, getattr(module, CHILDREN).values()))
-
-
-def states_of_parameters(
-    optimizers: Iterable[Optimizer], parameter_names: Mapping[int, str]
-) -> list[tuple[Tensor, Entry]]:
-    """Return the optimizers' tensors and numbers: (parameter, ("exp_avg of net.head.weight", tensor))."""
-    entries: list[tuple[Tensor, Entry]] = []
-    for index, optimizer in enumerate(optimizers):
-        for group_index, group in enumerate(optimizer.param_groups):
-            for number, parameter in enumerate(group["params"]):
-                owner = parameter_names.get(id(parameter)) or f"optimizer {index} group {group_index} [{number}]"
-                for key, value in (optimizer.state.get(parameter) or {}).items():
-                    is_one = isinstance(value, Tensor | bool | int | float)
-                    for path, item in ((key, value),) if is_one else flatten(value, str(key)):
-                        entries.append((parameter, (f"{path} of {owner}", item)))
-    return entries
+                self._named.record_output("backward", module, name, gradient)
