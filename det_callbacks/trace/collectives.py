@@ -22,7 +22,7 @@ from det_callbacks.trace.attribution.source import capture_source
 from det_callbacks.trace.op.call_graph import NOWHERE, CallNode, OpScope
 from det_callbacks.trace.op.components import STRIDED, has_parts, holds_data, parts_of
 from det_callbacks.trace.op.reads import Reads
-from det_callbacks.trace.op.sites import InputName, SpecialInput, arguments_json
+from det_callbacks.trace.op.sites import InputName, SpecialName, arguments_json
 from det_callbacks.trace.op.storages import PartialWrites, region_of
 from det_callbacks.trace.step import Step
 from det_callbacks.trace.tables.overloads import OpPlan, tensors_in
@@ -109,7 +109,7 @@ class Collectives:
         position = len(step.digests)
         site = deliveries[-1].site
         key = (site.op, numbers[-1], site.output, has_arrived, site.phase, site.module)
-        names.append(SpecialInput("delivered", self._places.names.of(tensor), key))
+        names.append(SpecialName("delivered", self._places.names.of(tensor), key))
         sent = (place for delivery in deliveries for place in delivery.inputs)
         self._reads.row_edges.append(tuple(sorted({*edges, *sent})))
         reads.append(position)
@@ -120,7 +120,7 @@ class Collectives:
             step.append_bits(0, step.layouts.without_bits(tensor, IN_FLIGHT))
             step.counts.skipped["in_flight"] += 1
 
-    def site_of(self, name: SpecialInput) -> Site:
+    def site_of(self, name: SpecialName) -> Site:
         """Return the collective's site for the input row ``name``; the caller sets its ``inputs``."""
         site: Site = self._deliveries[name.key[1]].site
         return site

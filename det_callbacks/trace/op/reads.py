@@ -14,7 +14,7 @@ from det_callbacks.runs.program import IN_FLIGHT, UNWRITTEN, Site
 from det_callbacks.trace.attribution.places import Places
 from det_callbacks.trace.op.call_graph import CallNode
 from det_callbacks.trace.op.components import address_of, has_parts, holds_data, parts_of
-from det_callbacks.trace.op.sites import InputName, SpecialInput
+from det_callbacks.trace.op.sites import InputName, SpecialName
 from det_callbacks.trace.op.storages import region_of
 from det_callbacks.trace.state.generators import PASSED, GeneratorTrail, generator_of
 from det_callbacks.trace.step import Step
@@ -80,7 +80,7 @@ class Reads:
         position = len(step.digests)
         name: InputName = self._places.names.of(tensor)
         if ledger.is_invalidated:
-            name = SpecialInput("graph_output", self._places.names.of(tensor))
+            name = SpecialName("graph_output", self._places.names.of(tensor))
         names.append(name)
         self.row_edges.append(edges)
         reads.append(position)
@@ -134,7 +134,7 @@ class Reads:
         step = self._step
         name, generator = generator_of(args, kwargs, self._generators.homes)
         position = len(step.digests)
-        names.append(SpecialInput("generator", name))
+        names.append(SpecialName("generator", name))
         passed = generator if name.startswith(PASSED) else None
         self.row_edges.append(self._generators.read(name, position, passed))
         step.append_bits(digest_generator(generator), step.layouts.none)
@@ -189,7 +189,7 @@ class Reads:
     def sites(self, node: CallNode) -> Iterator[Site]:
         """Yield the input sites of the current call, for its new node."""
         for name, edges in zip(node.names, self.row_edges, strict=False):  # a compiled region appends further names
-            role, shown, _ = special = name if isinstance(name, SpecialInput) else SpecialInput("input", name)
+            role, shown, _ = special = name if isinstance(name, SpecialName) else SpecialName("input", name)
             if role == "delivered":
                 yield replace(self.collectives.site_of(special), name=shown, inputs=edges)
                 continue

@@ -14,15 +14,15 @@ from det_callbacks.trace.op.components import has_parts
 from det_callbacks.trace.tables.overloads import OpPlan
 
 
-class SpecialInput(NamedTuple):
-    """Name of an input site that is not a plain tensor: a generator's state, a collective's or a replay's output."""
+class SpecialName(NamedTuple):
+    """Name of a site that is not a plain tensor: a generator's state, a digest of samples, a collective's output."""
 
     role: Role
     name: str | None
     key: tuple[Any, ...] = ()  # distinguishes calls whose sites have the same name
 
 
-InputName = str | SpecialInput | None
+InputName = str | SpecialName | None
 
 
 class ReadSites(Protocol):

@@ -16,7 +16,7 @@ from det_callbacks.internals.torch import without_dispatch
 from det_callbacks.runs.program import UNREAD
 from det_callbacks.trace.op.components import has_parts, holds_data
 from det_callbacks.trace.op.deferred_sites import DeferredSites
-from det_callbacks.trace.op.sites import SpecialInput
+from det_callbacks.trace.op.sites import SpecialName
 from det_callbacks.trace.state.leaves import is_constant, leaves
 from det_callbacks.trace.state.named_sites import Derived, DerivedEntry, NamedSites
 from det_callbacks.trace.state.walker import Entry
@@ -56,7 +56,7 @@ def record_batch(step: Step, named: NamedSites, batch: Any) -> list[Samples]:
             if _has_samples(value):
                 bits = _digest_samples(step.deferred, value, found)
                 if value.shape[0] > 1:
-                    entries.append((SpecialInput("samples", name), Derived(bits, step.layouts.none)))
+                    entries.append((SpecialName("samples", name), Derived(bits, step.layouts.none)))
         elif not is_constant(value):
             unread.setdefault(f"{type(value).__module__}.{type(value).__qualname__}", name)
     for kind, name in unread.items():

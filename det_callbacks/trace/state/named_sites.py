@@ -21,7 +21,7 @@ from det_callbacks.trace.compiled.captures import GraphCaptures
 from det_callbacks.trace.op.call_graph import CallNode, SharedRows
 from det_callbacks.trace.op.components import PLAIN, STRIDED, address_of, has_parts, holds_data, unwrapped
 from det_callbacks.trace.op.layouts import LayoutSlot
-from det_callbacks.trace.op.sites import SpecialInput
+from det_callbacks.trace.op.sites import SpecialName
 from det_callbacks.trace.op.storages import PartialWrites
 from det_callbacks.trace.state.generators import GeneratorTrail, process_generators
 from det_callbacks.trace.state.leaves import flatten
@@ -36,7 +36,7 @@ class Derived(NamedTuple):
     slot: LayoutSlot
 
 
-DerivedEntry = tuple[str | SpecialInput, Derived]
+DerivedEntry = tuple[str | SpecialName, Derived]
 
 
 class NamedSites:
@@ -79,7 +79,7 @@ class NamedSites:
         """
         if self._captures.is_captured():
             return {}
-        names: list[str | SpecialInput] = []
+        names: list[str | SpecialName] = []
         reads: list[int | None] = []
         indices: list[int] = []
         spans: list[tuple[int, int]] = []  # address and number of bytes, in host memory
@@ -162,7 +162,7 @@ class NamedSites:
         phase: str,
         owner: str | None,
         reads: list[int | None],
-        names: Sequence[str | SpecialInput],
+        names: Sequence[str | SpecialName],
         role: Role = "named",
     ) -> None:
         def build(node: CallNode) -> None:
@@ -179,8 +179,8 @@ class NamedSites:
     def _bits_of(self, value: Tensor | int | float | bool) -> Bits:
         return tensor_bits(value, self._step.deferred) if isinstance(value, Tensor) else scalar_bits(value)[0]
 
-    def _row(self, phase: str, owner: str | None, role: Role, name: str | SpecialInput) -> SiteRow:
-        if isinstance(name, SpecialInput):
+    def _row(self, phase: str, owner: str | None, role: Role, name: str | SpecialName) -> SiteRow:
+        if isinstance(name, SpecialName):
             role, name = name.role, name.name or ""
         key = (phase, owner, role, name)
         row = self._rows.get(key)
