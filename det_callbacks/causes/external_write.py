@@ -2,9 +2,9 @@
 
 Example:
     Step 4: something that the recorder does not see (NumPy, a raw kernel, a callback between
-    steps) changed net.5.bias between step 3 and step 4; WritesAfterBatch.on_train_batch_end ran
-    in between. Check the code that runs at that point. If the write is intended, do it inside a
-    step with torch ops, which the recorder sees.
+    steps) changed net.5.bias between the end of step 3 and the first read in step 4;
+    WritesAfterBatch.on_train_batch_end ran in between. Check the code that runs at that point.
+    If the write is intended, do it inside a step with torch ops, which the recorder sees.
 """
 
 from collections.abc import Iterable, Iterator
@@ -42,7 +42,8 @@ def _between_steps(facts: Facts) -> str:
     names, step = _changed_between_steps(facts), facts.difference.step
     if not names:
         return ""
-    when = f"between step {step - 1} and step {step}" if step else "before step 0"
+    until = f"step {step}" if facts.further else f"the first read in step {step}"
+    when = f"between the end of step {step - 1} and {until}" if step else f"before {until}"
     others = [phase for phase in facts.source_phases if phase not in ("input", "state")]
     return (
         f": {_UNSEEN}, a callback between steps) changed {listed(names)} {when}"
@@ -101,7 +102,7 @@ def _before_an_op(facts: Facts) -> str:
 
 
 def _changed_inputs(facts: Facts) -> list[str]:
-    """Return named tensors that an op read, one of which an unseen write changed after its last writer."""
+    """Return the tensors that an op read, one of which an unseen write changed after its last writer."""
     row, difference = facts.first.row, facts.difference
     _, position = difference.pairs[row]
     is_known = position in difference.current.unseen_writes and not facts.evidence.unread
@@ -109,8 +110,19 @@ def _changed_inputs(facts: Facts) -> list[str]:
         return []
     if facts.normed_gradient is not None:
         return [facts.normed_gradient]
-    read = difference.sites_read(row)
-    return list(dict.fromkeys(one.name for one in read if one.name is not None and _is_found(one)))
+    read = [_shown_input(site) for site in difference.sites_read(row)]
+    return list(dict.fromkeys(name for name in read if name))
+
+
+def _shown_input(site: Site) -> str:
+    """Return the name of a tensor that an op read, or of the op that made it.
+
+    It is "" for a number, a generator, and what the backward pass made: no code of the user runs before it is read.
+    """
+    is_tensor = site.role in ("input", "named", "output", "delivered", "graph_output")
+    if not is_tensor or (site.op and site.phase == "backward"):
+        return ""
+    return site.name or (f"the output of {site.op}" if site.op else "a tensor without a name")
 
 
 def _is_found(site: Site) -> bool:

@@ -191,7 +191,7 @@ def test_a_callback_whose_state_changes_between_steps_is_named(tmp_path):
     fit("record", tmp_path, Ema(), level="state")
     verdict = verdict_of(tmp_path, Ema(draws_at=4))
     assert (verdict.cause, verdict.first_divergence.step) == ("external_write", 4)
-    assert "changed state of Ema: ['weights'] between step 3 and step 4" in verdict.explanation
+    assert "changed state of Ema: ['weights'] between the end of step 3 and step 4" in verdict.explanation
     assert "; Ema.on_train_batch_end" in verdict.explanation
 
 

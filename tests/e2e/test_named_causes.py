@@ -360,13 +360,13 @@ WRITES = {
     "a weight between steps": planted("external_write", callbacks=(WritesAfterBatch,)),
     "a buffer before the step": planted(
         "external_write",
-        f"Step 4: {UNSEEN}, a callback between steps) changed net.1.running_mean between step 3 and step 4",
+        f"Step 4: {UNSEEN}, a callback between steps) changed net.1.running_mean between the end of step 3 and the first read in step 4",
         "; WritesStatistics.on_train_batch_start ran in between",
         callbacks=(WritesStatistics,),
     ),
     "optimizer state in a validation": planted(
         "external_write",
-        "changed exp_avg of net.5.bias between step 5 and step 6",
+        "changed exp_avg of net.5.bias between the end of step 5 and the first read in step 6",
         "; validation and WritesOptimizerState.on_validation_end ran in between",
         callbacks=(WritesOptimizerState,),
     ),

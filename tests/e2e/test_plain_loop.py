@@ -128,6 +128,32 @@ def test_a_weight_that_something_else_wrote_and_another_order_of_the_data_are_na
     assert caught.value.verdict.cause == "data_order"
 
 
+def test_an_activation_and_a_batch_are_among_what_numpy_may_have_changed(reference, tmp_path):
+    def increment(tensor: Any) -> None:
+        tensor.detach().numpy()[0, 0] += 1
+
+    class Writes(Loop):
+        def train_step(self, batch: Any) -> None:
+            if self.num_done == 2:
+                increment(batch[0])
+            super().train_step(batch)
+
+    class WritesAnActivation(Loop):
+        def train_step(self, batch: Any) -> None:
+            hook = self.model.get_submodule("drop").register_forward_hook(lambda *given: increment(given[-1]))
+            if self.num_done != 2:
+                hook.remove()
+            super().train_step(batch)
+            hook.remove()
+
+    for kind, name in ((Writes, "batch[0]"), (WritesAnActivation, "the output of aten.mul.Tensor")):
+        with pytest.raises(DivergenceError) as caught:
+            train(kind, reference, current=tmp_path / kind.__name__)
+        verdict = caught.value.verdict
+        assert (verdict.cause, verdict.first_divergence.step) == ("external_write", 2)
+        assert f"changed {name} or" in verdict.explanation, verdict.explanation
+
+
 def test_a_seed_within_a_step_is_no_difference_that_the_step_started_with(reference, tmp_path):
     class Reseeded(Loop):
         def train_step(self, batch: Any) -> None:

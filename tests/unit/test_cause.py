@@ -203,7 +203,9 @@ def case(planted, cause, *said, **options):
 
 
 GIVEN = "net.weight differs; no recorded op produced it."
-CHANGED = "(NumPy, a raw kernel, a callback between steps) changed {} between step 6 and step 7"
+CHANGED = (
+    "(NumPy, a raw kernel, a callback between steps) changed {} between the end of step 6 and the first read in step 7"
+)
 UNRECORDED = (
     "net.weight differs; no recorded op produced it",
     "first differed before step 7, in steps that were not recorded",
@@ -265,7 +267,10 @@ CASES = [
     case(reading("?number"), "unknown", "!was changed", begins_before=True),
     # state beside model and optimizers, which each step has
     case(
-        finding("state of Ema: weights"), "external_write", CHANGED.format("state of Ema: weights"), begins_before=True
+        finding("state of Ema: weights"),
+        "external_write",
+        "Ema: weights between the end of step 6 and step 7",
+        begins_before=True,
     ),
     case(finding("state of Ema: weights"), "checkpoint", "(state of Ema: weights)", is_resumed=True),
     case(finding("state of Ema: weights"), "initial_weights", "initial state differs", "!was changed"),
