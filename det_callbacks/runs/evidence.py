@@ -140,7 +140,7 @@ def _is(batch: pa.RecordBatch, column: str, value: object) -> np.ndarray:
 
 
 def read_evidence(path: Path, *, run_id: str, keep: Filter | None = None) -> Iterator[Row]:
-    """Yield the rows that ``keep`` selects, up to the last whole batch; none if there is no file."""
+    """Yield the rows that ``keep`` selects; after a kill, up to the last whole batch; none if there is no file."""
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -157,24 +157,29 @@ def read_evidence(path: Path, *, run_id: str, keep: Filter | None = None) -> Ite
                 batch, metadata = stream.read_next_batch_with_custom_metadata()
                 batch.validate(full=True)
             except StopIteration:
-                return
+                break
             except READ_ERRORS:
                 if file.read(1):
                     raise damaged(path, "a record batch in its middle cannot be read") from None
-                return  # a kill interrupted the write
+                break  # a kill interrupted the write
             digest = dict(metadata or {}).get(_DIGEST)
             if any(column.null_count for column in batch.columns) or digest != _digest_batch(batch):
                 raise damaged(path, "a record batch does not match its digest")
             kept = batch if keep is None else batch.filter(pa.array(keep(batch)))
             yield from map(Row, *(column.to_pylist() for column in kept.columns))
+    if not has_regular_end(path) and _is_fit_complete(path):
+        raise damaged(path, "its end is missing, although the steps of its fit are complete")
 
 
 def _was_killed_in_header(path: Path, run_id: str) -> bool:
     """Return whether a kill came before the first rows: Arrow writes the header only with them."""
     header = _schema_of(run_id).serialize().to_pybytes()
-    steps = path.with_name(path.name.replace(".evidence.", "."))
-    # evidence is closed before its steps
-    return header.startswith(path.read_bytes()) and not has_regular_end(steps)
+    return header.startswith(path.read_bytes()) and not _is_fit_complete(path)
+
+
+def _is_fit_complete(path: Path) -> bool:
+    """Return whether the steps have their regular end; the evidence is closed before them."""
+    return has_regular_end(path.with_name(path.name.replace(".evidence.", ".")))
 
 
 def _schema_of(run_id: str) -> pa.Schema:

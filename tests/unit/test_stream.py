@@ -188,6 +188,21 @@ def test_evidence_that_a_kill_cut_in_its_header_is_none_and_in_a_whole_run_damag
         assert (status, "is damaged" in told, "may lack evidence" in told) == (2 * is_whole, is_whole, not is_whole)
 
 
+def test_evidence_without_its_end_is_damaged_if_its_fit_is_complete(tmp_path, capsys):
+    writer = create(tmp_path / "run")
+    for number in range(3 * ROWS_PER_BATCH):
+        writer.put_evidence([Row(number, "start", "torch.cpu", 7)])
+    append(writer, range(3), complete=True)
+    path = evidence_path(writer.stream)
+    content = path.read_bytes()
+    for end in (len(content) - 8, len(content) - 100, len(content) // 2):
+        path.write_bytes(content[:end])
+        status, told = main(["findings", str(writer.path)]), "".join(capsys.readouterr())
+        assert (status, f"{path} is damaged: its end is missing" in told) == (2, True), told
+    path.write_bytes(content)
+    assert main(["findings", str(writer.path)]) == 0
+
+
 def test_evidence_with_a_length_beyond_all_memory_is_damaged(path):
     writer = EvidenceWriter(path, run_id="ab12")
     writer.append([Row(0, "start", "torch.cpu", 7)])
