@@ -25,8 +25,8 @@ _TODO: Mapping[DataChange, str] = {
     "other data set": "Use the same data set, because its length differs",
     "listed otherwise": "Sort the files or samples that the data set lists",
     "made otherwise": "Check transforms, augmentation, worker seeds, decoding, the data set's generators "
-    "(numpy.random.default_rng()), and the data itself (files, labels)",
-    "other": "Check the samples of the data set and its transforms",
+    "(numpy.random.default_rng()), the data itself (files, labels), and code that changes the loaded batch in place",
+    "other": "Check the samples of the data set, its transforms, and code that changes the loaded batch",
 }
 
 

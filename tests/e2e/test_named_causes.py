@@ -264,7 +264,7 @@ FAULTS = {
         "data_content",
         "the batch differs (batch[1])",
         "The sampler drew the same indices in the same order, so check transforms, augmentation,",
-        "and the data itself (files, labels).",
+        "the data itself (files, labels), and code that changes the loaded batch in place.",
         base={"batch_size": SAMPLES, "trainer": {"val_check_interval": None}},
         listing="labels exchanged",
     ),
@@ -360,7 +360,7 @@ WRITES = {
     "a weight between steps": planted("external_write", callbacks=(WritesAfterBatch,)),
     "a buffer before the step": planted(
         "external_write",
-        f"Step 4: {UNSEEN}, a callback between steps) changed net.1.running_mean between the end of step 3 and the first read in step 4",
+        f"Step 4: {UNSEEN}, a callback between steps) changed net.1.running_mean between the end of step 3 and",
         "; WritesStatistics.on_train_batch_start ran in between",
         callbacks=(WritesStatistics,),
     ),

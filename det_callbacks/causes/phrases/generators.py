@@ -29,7 +29,7 @@ _AFTER: Mapping[str, tuple[str, str, str]] = {
     "after the sanity check": ("on_sanity_check_end", "", "on_train_start"),
     "epoch start": ("on_train_epoch_start", "", ""),
     LOADER: ("", "the start of the loader's iterators", ""),
-    DRAWING: ("", "the loading of the batch", ""),
+    DRAWING: ("", "the loading of the batch, and code between it and the step", ""),
     BATCH_START: ("on_train_batch_start", "the forward pass", "on_before_zero_grad"),
     AFTER_FORWARD: ("on_before_backward", "the backward pass", ""),
     AFTER_BACKWARD: ("on_after_backward", "code after the backward pass", "on_before_optimizer_step"),
