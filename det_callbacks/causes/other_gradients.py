@@ -1,4 +1,4 @@
-"""The optimizer got the gradients of different parameters, or the same gradients in a different order.
+"""The optimizer got the gradients of different parameters, in a different order, or in one run only.
 
 Example:
     Step 7: the optimizer got 3 gradients in the reference and 2 in the current run; only one
@@ -9,7 +9,7 @@ Example:
 from det_callbacks.causes.phrases.steps import place
 from det_callbacks.causes.rule import Answer, Causes
 from det_callbacks.compare.facts import Facts
-from det_callbacks.text import listed
+from det_callbacks.text import count, listed
 
 CAUSES: Causes = ("optimizer",)
 
@@ -20,7 +20,12 @@ def find(facts: Facts) -> Answer | None:
         return None
     reference, current = facts.gradients
     in_one_run = sorted({*reference} ^ {*current})
-    if in_one_run:
+    if in_one_run and not (reference and current):
+        updated, idle = ("reference", "current run") if reference else ("current run", "reference")
+        num_gradients = count(len({*reference, *current}), "gradient")
+        what = f"the optimizer updated nothing in the {idle}, and got {num_gradients} in the {updated}"
+        advice = "Check what calls optimizer.step(): a condition or a gradient scaler may skip it"
+    elif in_one_run:
         counts = f"{len({*reference})} gradients in the reference and {len({*current})} in the current run"
         what = f"the optimizer got {counts}; only one run has {listed(in_one_run)}"
         advice = (

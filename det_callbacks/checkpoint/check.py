@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from det_callbacks.checkpoint.entries import Entries, Entry, entries_of, walk
-from det_callbacks.checkpoint.files import SIDECAR, Sidecar, measure, read_part, read_sidecar
+from det_callbacks.checkpoint.files import RESUME, SIDECAR, Sidecar, measure, read_part, read_sidecar
 from det_callbacks.digest.components import tensor_numbers
 from det_callbacks.errors import CheckpointFormatError, CheckpointNotFoundError
 from det_callbacks.verdict import TensorNumbers
@@ -141,7 +141,8 @@ def check_checkpoint(path: str | Path, other: str | Path | None = None) -> Check
     if sidecar is None:
         raise CheckpointNotFoundError(
             f"There is nothing to compare {place} with: {place.name}{SIDECAR} is not in its folder. "
-            "DeterminismCallback saves it with each checkpoint; if you copied this checkpoint, copy both files.",
+            "DeterminismCallback saves it with each checkpoint; if you copied this checkpoint, copy "
+            f"that file and {place.name}{RESUME}/, too.",
             str(place),
         )
     report = compare_saved(place, sidecar)

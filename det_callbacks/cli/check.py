@@ -316,8 +316,6 @@ def _end(command: str, runs: Sequence[CheckedRun], facts: str) -> int:
 
 
 def _script(options: argparse.Namespace) -> Script:
-    if not options.words:
-        raise CheckError("There is no command to run. Put it after --: det-callbacks check -- python train.py")
     names = [option.removeprefix("--").replace("-", "_") for option in SCRIPT_OPTIONS]
     given = {name: getattr(options, name) for name in names}
     arguments = {name: value for name, value in given.items() if value is not None and value is not False}

@@ -58,6 +58,9 @@ def _run(given: list[str]) -> int:
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     options.words = given[end + 1 :]
+    if is_of_script and not options.words:
+        words = shlex.join(["det-callbacks", *given[:end], "--"])
+        raise CheckError(f"There is no command to run. Put it after --: {words} python train.py")
     module = import_module(f"det_callbacks.cli.{_MODULES.get(options.command, 'commands')}")
     return int(getattr(module, options.command.replace("-", "_"))(options))
 

@@ -283,6 +283,8 @@ class Facts:
             return is_other_call or not divergence.op
         if choice == "trainer.accumulate_grad_batches" and divergence.name == "loss":
             return True  # only level op records the op that divides it
+        if choice.startswith("optimizer") and self._starts_with_further_state:
+            return choice == "optimizer.lr_scheduler" or self._is_copied_from(choice)
         # in a loop of the user's own, the update of an optimizer that takes a closure counts as gradient
         update = ("gradient", "optimizer", "state") if choice.startswith("optimizer.LBFGS.") else ("optimizer", "state")
         if choice.startswith("optimizer") and divergence.phase in update:
@@ -296,6 +298,18 @@ class Facts:
             # the process may have set the same seed
             return bool(self.evidence.other_starts)
         return not divergence.is_origin if choice.startswith("settings.") else is_between
+
+    @property
+    def _starts_with_further_state(self) -> bool:
+        """Whether the first difference is the state of a scheduler, or other state of neither model nor optimizers."""
+        first = self.first.divergence
+        return first.phase == "state" and is_further(first.name or "")
+
+    def _is_copied_from(self, option: str) -> bool:
+        """Return whether the first difference is a value that a scheduler copied from an option: base_lrs from lr."""
+        first = self.first.divergence
+        _, _, value = (first.name or "").partition(": ")
+        return first.kind == "content" and option.rpartition(".")[2] in value
 
 
 def choices_of_steps(environment: Sequence[EnvironmentDifference]) -> list[EnvironmentDifference]:

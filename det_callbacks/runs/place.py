@@ -5,10 +5,11 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from det_callbacks.errors import RunExistsError
+from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError, RunExistsError
 from det_callbacks.runs.disk import ANOTHER_FOLDER, make_folder, writing
 from det_callbacks.runs.files import LAYOUTS, MANIFEST, PROGRAMS, SITES, SOURCES
 from det_callbacks.runs.manifest import Purpose, read_manifest
+from det_callbacks.runs.store import Run
 
 # Folders in a run's folder with its replacement: until that is complete, while the earlier run is removed, while the
 # replacement moves to its place. After a kill, the name says what is left to do.
@@ -36,6 +37,13 @@ def make_room(path: Path, *, purpose: Purpose = "record", overwrite: bool = Fals
     if _is_left_by_kill(path) or (purpose == "verify" and _is_of_verification(path)):
         _remove(present)
         return path
+    if purpose == "record" and not overwrite and (reason := _incomplete_reason(path)) is not None:
+        raise RunExistsError(
+            f"{path} holds an incomplete run: {reason} Nothing was changed. Continue it from a checkpoint (a Trainer: "
+            "ckpt_path, TrainingRun: resume_from), replace it with overwrite=True (det-callbacks record: --overwrite), "
+            "or record to another folder.",
+            str(path),
+        )
     if purpose == "verify" or not overwrite:
         raise RunExistsError(
             f"{path} already holds a run ({', '.join(child.name for child in present[:4])}). Nothing was changed. "
@@ -102,6 +110,14 @@ def _holds_nothing(child: Path) -> bool:
     if child.name.startswith("rank-"):
         return child.is_dir() and all(file.name.lstrip(".").startswith("attempt-") for file in child.iterdir())
     return child.name.startswith(f".{MANIFEST}.")
+
+
+def _incomplete_reason(path: Path) -> str | None:
+    """Return why a run ended early; None for a complete run, and for files that are no run that can be read."""
+    try:
+        return Run.open(path, check_steps=False).incomplete_reason
+    except (ReferenceFormatError, ReferenceNotFoundError):
+        return None
 
 
 def _is_of_verification(path: Path) -> bool:

@@ -45,6 +45,10 @@ from det_callbacks.verdict import (
 SMALL_BYTES = 256 * 2**20
 """Two runs whose steps take less than this together are read whole: it takes a second or less."""
 
+SAME_LENGTH = (
+    'Train both runs for the same number of steps, or compare only the steps that both have: steps="common" '
+    "(det-callbacks: --steps common)"
+)
 CHAINS_NOTE = (
     "Steps before the first difference were compared by their chains, and their digests were not read again "
     "(det-callbacks export reads and checks every step)"
@@ -390,7 +394,7 @@ class _Judge:
         if isinstance(leader, MetricDifference):
             return self._answer_metric(leader, agree if not whole else "")
         if isinstance(leader, WholeSteps):
-            return _Answer(leader.divergence(), "structure", capitalised(shown_whole) + agree)
+            return _Answer(leader.divergence(), "structure", capitalised(shown_whole) + agree, SAME_LENGTH)
         shown = leader.among(ranks)
         if ranks is not None and ranks.is_collective:
             return _Answer(shown, "collective", f"Step {shown.step}, {shown.phase}: {explain_ranks(ranks)}")

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from step_builder import FLOAT, both, judge, record, steps_of, training_step
 
-from det_callbacks.runs.program import TensorLayout
+from det_callbacks.runs.program import AFTER_STEP, TensorLayout
 from det_callbacks.runs.selection import Selection
 from det_callbacks.verdict import EnvironmentDifference
 from det_callbacks.verify.judge import compare_runs
@@ -61,6 +61,32 @@ def with_own_generator(step, now):
 def of_gradients(ours, theirs):
     names = f"12{ours}", f"12{theirs}"
     return lambda step, now: [step.named(f"grad of {one}", ord(one), phase="gradient") for one in names[now]]
+
+
+def skipping_the_update(run):
+    def fill(step, now):
+        step.named("loss", 1, phase="forward")
+        if now != run:
+            of_gradients("a", "a")(step, now)
+
+    return fill
+
+
+def with_schedulers(ours, theirs):
+    """The optimizer's arguments differ as well, as they do with another learning rate."""
+
+    def fill(step, now):
+        for name, bits in (ours, theirs)[now].items():
+            step.named(f"state of StepLR: {name}", bits, entry=TensorLayout(dtype="float", shape=()))
+        value = step.op("aten.mul.Tensor", step.batch("batch[0]", [1, 2]))
+        step.op("aten.add_.Tensor", value, "net.weight", phase="optimizer", arguments={"alpha": now})
+
+    return fill
+
+
+def after_a_draw(step, now):
+    step.batch("batch[0]", [1, 2])
+    step.row(now, None, phase="rng", name=f"python{AFTER_STEP}", role="named")
 
 
 def with_another_label(step, now):
@@ -336,6 +362,28 @@ CASES = [
     case(with_another_closure, "settings", environment=[LR]),
     case(with_another_layer, "structure", environment=[LR]),
     case(of_gradients("ab", "ba"), "optimizer", "in a different order", "step several optimizers"),
+    *(
+        case(
+            skipping_the_update(run),
+            "optimizer",
+            f"the optimizer updated nothing in the {idle}, and got 3 gradients in the {updated}. Check what calls",
+            "!the same parameters",
+        )
+        for run, idle, updated in [(0, "reference", "current run"), (1, "current run", "reference")]
+    ),
+    case(after_a_draw, "rng", "(python after the step); everything before it in the step matches", "!started with"),
+    # a learning rate is a part of a scheduler's state, and explains neither another scheduler nor its arguments
+    case(
+        with_schedulers({"gamma": 3, "base_lrs[0]": 1}, {}),
+        "settings",
+        f"optimizer.lr_scheduler is a in the reference and b {EXPLAINS}",
+        "Settings differ: optimizer.SGD.lr",
+        environment=[LR, choice("optimizer.lr_scheduler")],
+    ),
+    case(with_schedulers({"gamma": 3}, {"gamma": 4}), "settings", "same schedulers", "!explains", environment=[LR]),
+    case(
+        with_schedulers({"base_lrs[0]": 3}, {"base_lrs[0]": 4}), "settings", "optimizer.SGD.lr is 0.1", environment=[LR]
+    ),
     # the next batch of a longer run
     case(with_more_ops(run=0), "structure", "only the reference has ops after", "If the current run ends there"),
     case(with_more_ops(run=1, noise="ulp"), "backward", "!has ops after"),

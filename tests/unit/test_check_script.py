@@ -183,8 +183,14 @@ def table(lines: Sequence[str]) -> list[list[str]]:
 
 
 def test_what_cannot_be_started_or_has_no_new_folder_is_refused(check, tmp_path, capsys):
-    assert main(["check"]) == 2
-    assert "There is no command to run" in capsys.readouterr().err
+    for words, shown in (
+        ("check", "check --"),
+        ("record refs/q --level state", "record refs/q --level state --"),
+        ("verify refs/q --", "verify refs/q --"),
+    ):
+        assert main(words.split()) == 2
+        says = f"There is no command to run. Put it after --: det-callbacks {shown} python train.py\n"
+        assert capsys.readouterr().err.endswith(says)
     for words, says in (
         ("record ref2 python train.py --lr 3", "after --: det-callbacks record ref2 -- python train.py --lr 3\n"),
         ("check --level state ./train.sh", "after --: det-callbacks check --level state -- ./train.sh\n"),

@@ -39,6 +39,8 @@ def test_run_of_other_length_diverges(tmp_path, ours, theirs, kind):
     assert (verdict.counts.steps_compared, verdict.counts.sites_differing) == (6, 4)
     side = "reference" if kind == "missing" else "current run"
     assert f"Steps 6 to 9 (4 of them) are only in the {side}; the 6 common steps match" in verdict.explanation
+    assert "Train both runs for the same number of steps" in verdict.explanation
+    assert "--steps common" in verdict.explanation
     common = compare_runs(reference, current, steps="common")
     assert (common.verdict, common.coverage.steps) == ("match", (0, 5))
     assert "Only the steps that both runs have" in common.explanation

@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from det_callbacks.causes.phrases.sites import Layouts, both_layouts, describe, side_of, source_name, what_differs
 from det_callbacks.compare.differences import Finding
 from det_callbacks.compare.facts import Facts
+from det_callbacks.runs.program import AFTER_STEP
 from det_callbacks.text import listed
 
 _SUBJECTS = {
@@ -49,7 +50,9 @@ def _explain_sources(facts: Facts) -> str:
     if phase == "input":
         what += _who_produced(facts)
         return f"{place(facts)}: {what}{also_differ(others)}"
-    if phase == "rng" and facts.is_set_in_step:
+    if (facts.first.divergence.name or "").endswith(AFTER_STEP):
+        cause = "everything before it in the step matches"
+    elif phase == "rng" and facts.is_set_in_step:
         cause = "code in the step changed it before the first draw, without a recorded op (such as torch.manual_seed)"
     else:
         cause = "the step started with this difference, so no op caused it"

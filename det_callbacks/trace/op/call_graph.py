@@ -306,7 +306,7 @@ class CallGraph:
         return self._advance(node)
 
     def _advance(self, node: CallNode) -> CallNode:
-        """Make a node the current call; ``Recorder.op`` does the same in place."""
+        """Set the current call to a node; ``Recorder.op`` does the same in place."""
         node.previous = self.at
         node.shared.step = self.step
         self.labels += node.shared.labels
