@@ -48,7 +48,7 @@ class Series:
 
     @property
     def is_constant(self) -> bool:
-        return bool((self.digests == self.digests[0]).all())
+        return bool((self.digests == self.digests[:1]).all())
 
     def since(self, step: int) -> "Series":
         """Return the part from a step on."""
