@@ -1,9 +1,9 @@
 """A tensor differs, and no recorded op produced it.
 
 Example:
-    Step 7: a tensor read in net.noise differs; no recorded op produced it. Seed the code that
-    produces it, or mark the tensor with observe_non_deterministic where the code produces it
-    (docs/how-to/replay.md).
+    Step 7: a tensor read in net.noise differs; no recorded op produced it. Check the code
+    outside the step that computes it (labels, a loss scale, noise): seed it if it is random, or
+    mark the tensor there with observe_non_deterministic (docs/how-to/replay.md).
 """
 
 from det_callbacks.causes.phrases.unrecorded import advise_lost_value
