@@ -102,7 +102,10 @@ def _before_an_op(facts: Facts) -> str:
 
 
 def _changed_inputs(facts: Facts) -> list[str]:
-    """Return the tensors that an op read, one of which an unseen write changed after its last writer."""
+    """Return the tensors that an op read, one of which an unseen write changed after its last writer.
+
+    The list is empty if none of them is a weight, a gradient or other state.
+    """
     row, difference = facts.first.row, facts.difference
     _, position = difference.pairs[row]
     is_known = position in difference.current.unseen_writes and not facts.evidence.unread
@@ -110,8 +113,10 @@ def _changed_inputs(facts: Facts) -> list[str]:
         return []
     if facts.normed_gradient is not None:
         return [facts.normed_gradient]
-    read = [_shown_input(site) for site in difference.sites_read(row)]
-    return list(dict.fromkeys(name for name in read if name))
+    read = difference.sites_read(row)
+    if not any(site.name is not None and _is_found(site) for site in read):
+        return []
+    return list(dict.fromkeys(name for name in map(_shown_input, read) if name))
 
 
 def _shown_input(site: Site) -> str:

@@ -179,7 +179,8 @@ def _was_killed_in_header(path: Path, run_id: str) -> bool:
 
 def _is_fit_complete(path: Path) -> bool:
     """Return whether the steps have their regular end; the evidence is closed before them."""
-    return has_regular_end(path.with_name(path.name.replace(".evidence.", ".")))
+    steps = path.with_name(path.name.replace(".evidence.", "."))
+    return steps.is_file() and has_regular_end(steps)
 
 
 def _schema_of(run_id: str) -> pa.Schema:
