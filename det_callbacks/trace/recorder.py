@@ -96,7 +96,7 @@ class Recorder:
     def phase(self) -> str:
         """Phase of code outside a backward pass; the callback and the optimizer hooks set it.
 
-        Setting it lets devices digest what waits, and ends the update of an optimizer for ``UnseenWriteCheck``.
+        Setting it lets devices digest what waits, and begins a new update for ``UnseenWriteCheck``.
         """
         return self.places.phase
 

@@ -4,11 +4,10 @@ import random
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.library import custom_op
+from torch import Tensor, library, nn
 
 
-@custom_op("app::sum_rows", mutates_args=())
+@library.custom_op("app::sum_rows", mutates_args=())
 def sum_rows(x: Tensor) -> Tensor:
     """Return the sum of each row; like a kernel with atomic adds, in a different order at each call."""
     order = random.SystemRandom().sample(range(x.shape[1]), x.shape[1])
