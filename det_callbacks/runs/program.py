@@ -104,8 +104,9 @@ class SiteRow:
         if site.occurrence or site.inputs or site.source != source:
             site = replace(site, occurrence=0, inputs=(), source=source)
         place = [site.phase, site.module, site.op, site.output, site.role, site.name]
-        kind = [*place, site.arguments, list(site.varying), site.recomputed]
-        return cls(site, digest_bytes(to_json(kind)), digest_bytes(to_json([*kind, list(source)])))
+        kind = to_json([*place, site.arguments, site.varying, site.recomputed])
+        with_source = kind.removesuffix(b"]") + b"," + to_json(source) + b"]"
+        return cls(site, digest_bytes(kind), digest_bytes(with_source))
 
 
 def parameter_in(name: str, parameters: Container[str]) -> str | None:

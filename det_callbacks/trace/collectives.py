@@ -143,7 +143,7 @@ class Collectives:
             self._reads.read(part, reads, names)
         if names:
             phase, scope = self._place()
-            self._step_to("arrival", phase, scope, reads, names, ())
+            self._step_to("arrival", phase, scope, reads, names)
         return not any(map(self._numbers, delivered))
 
     def note_copy(self, plan: OpPlan, args: tuple[Any, ...]) -> None:
@@ -196,8 +196,8 @@ class Collectives:
             self._is_sending = False
 
         site = Site(phase=phase, module=scope.module, op=plan.name, role="sent", arguments=arguments)
-        sites = [replace(site, output=index, inputs=inputs) for index, inputs in enumerate(edges)]
-        node = self._step_to(call.func, phase, scope, reads, names, sites, consts=[arguments])
+        sites = [replace(site, output=index) for index in range(len(edges))]
+        node = self._step_to(call.func, phase, scope, reads, names, sites, edges, consts=[arguments])
         step.counts.num_digested += 1
         self._deliver(plan, node, positions, out, given)
         return out
@@ -209,7 +209,8 @@ class Collectives:
         scope: OpScope,
         reads: Sequence[int],
         names: list[InputName],
-        sites: Sequence[Site],
+        sites: Sequence[Site] = (),
+        edges: Sequence[Sequence[int]] = (),
         consts: list[Any] | None = None,
     ) -> CallNode:
         """Advance to the call that makes these sites, after those of its first reads."""
@@ -217,12 +218,13 @@ class Collectives:
         def build(node: CallNode) -> None:
             node.source = source_of(scope) or capture_source()
             node.sites = (*self._reads.sites(node), *(replace(site, source=node.source) for site in sites))
+            node.edges = [*of_reads, *edges]
 
-        edges = self._reads.row_edges
+        of_reads = self._reads.row_edges
         node = self._step.graph.step_to(
-            func, phase, scope, reads, names, len(sites), build, consts=consts or [], edges=edges
+            func, phase, scope, reads, names, len(sites), build, consts=consts or [], edges=of_reads
         )
-        self._reads.row_edges.clear()
+        of_reads.clear()
         return node
 
     def _deliver(

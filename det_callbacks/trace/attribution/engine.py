@@ -57,5 +57,5 @@ def source_of(scope: OpScope) -> tuple[str, ...]:
     """
     if scope.source is None:
         return capture_source()
-    own = capture_source(frames_above_engine()) if engine_entry() is Entry.FUNCTION else ()
+    own = capture_source(RUN_BACKWARD) if engine_entry() is Entry.FUNCTION else ()
     return scope.source if is_of_torch(own) else (*own, *scope.source)[:MAX_LINES]

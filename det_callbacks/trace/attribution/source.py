@@ -4,9 +4,8 @@ import linecache
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -29,15 +28,18 @@ _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 _TRAINER = f"transformers{os.sep}trainer.py"  # only this file: transformers' models count as user code
 
 
-def capture_source(frames: Iterable[FrameType] | None = None) -> tuple[str, ...]:
+def capture_source(outermost: CodeType | None = None) -> tuple[str, ...]:
     """Return up to four lines of user code, innermost first, as "train.py:41 in forward".
 
     Without user code below the training loop (an optimizer's update), it returns the innermost line of
-    torch. It costs about 5 microseconds plus 0.1 per frame.
+    torch. It stops at a frame that runs ``outermost``, and costs about 2 microseconds plus 0.1 per frame.
     """
     lines: list[str] = []
     line_of_torch: str | None = None
-    for frame in islice(_stack_above(sys._getframe(1)) if frames is None else frames, MAX_FRAMES):
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(MAX_FRAMES):
+        if frame is None or frame.f_code is outermost:
+            break
         _, owner, line = _LINES.get((id(frame.f_code), frame.f_lasti)) or _note_line(frame)
         if owner == "user":
             lines.append(line)
@@ -47,13 +49,8 @@ def capture_source(frames: Iterable[FrameType] | None = None) -> tuple[str, ...]
             break
         elif owner == "torch" and line_of_torch is None:
             line_of_torch = line
-    return tuple(lines) if lines or line_of_torch is None else (line_of_torch,)
-
-
-def _stack_above(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
         frame = frame.f_back
+    return tuple(lines) if lines or line_of_torch is None else (line_of_torch,)
 
 
 def _note_line(frame: FrameType) -> tuple[CodeType, str, str]:

@@ -153,12 +153,12 @@ class Region:
                     role=role,
                     name=name,
                     arguments=arguments_json(arguments if role == "graph" else {}),
-                    inputs=tuple(sorted(set(edges))),
                     source=node.source,
                 )
-                for edges, (op, index, role, name) in zip(reads, rows, strict=True)
+                for op, index, role, name in rows
             )
             node.sites = (*self.read.sites(node), *sites)
+            node.edges = [*self.read.row_edges, *(sorted(set(edges)) for edges in reads)]
 
         node = self.step.graph.step_to(
             func,

@@ -13,7 +13,7 @@ size); the step keeps one digest of them per call.
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from types import CodeType
 from typing import Any, NamedTuple
@@ -112,7 +112,8 @@ class CallNode:
     any_number: tuple[int, ...] = ()  # indices of those that take any kind of number: 1, 1.0 and True differ
     bits: int = 0  # the digest of the ``numbers``
     tag: ArgumentTag = "digest"
-    # only while the node is built: the positions that the call reads, its sites, and the positions that each reads
+    # only while the node is built: the positions that the call reads, its sites without ``inputs``, and the positions
+    # that each of them reads
     read_positions: Sequence[int | None] = ()
     sites: tuple[Site, ...] = ()
     edges: Sequence[Sequence[int]] = ()
@@ -317,8 +318,7 @@ class CallGraph:
         """Give a new node its rows, with labels: those of an equal call that the step has not used, or new ones."""
         sites, node.sites = node.sites, ()
         rows = node.shared.rows or tuple(map(self._row_of, sites))
-        edges = node.edges or [site.inputs for site in sites]
-        node.edges = ()
+        edges, node.edges = node.edges, ()
         read_labels = [label for label in node.read_labels if label is not None and label >= 0]
         node.shared = SharedRows(rows=rows)  # for ``key``
         key = node.key
@@ -342,19 +342,19 @@ class CallGraph:
         node.num_read = tuple(map(len, edges))
         first, own = len(self.labels), shared.labels
         node.edge_labels = tuple([self.labels[at] if at < first else own[at - first] for one in edges for at in one])
-        node.source = self._sources.setdefault(node.source, node.source)
+        if rows and node.source not in self._sources:
+            self._sources[node.source] = node.source
+            self.text.update(read_text([node.source]))
+        node.source = self._sources.get(node.source, node.source)
         self.num_nodes += 1
         self.num_bytes += node.num_bytes
 
     def _row_of(self, site: Site) -> SiteRow:
-        bare = replace(site, inputs=()) if site.inputs else site
-        by_source = self._site_rows.setdefault(bare, {})
+        by_source = self._site_rows.setdefault(site, {})
         row = by_source.get(site.source)
         if row is None:
-            row = by_source[site.source] = SiteRow.of(bare)
+            row = by_source[site.source] = SiteRow.of(site)
             self.num_bytes += _BYTES_OF_ROW
-            if any(line.partition(" in ")[0] not in self.text for line in site.source):
-                self.text.update(read_text([site.source]))
         return row
 
     def take_numbers(self, node: CallNode, consts: list[Any]) -> bool:
@@ -373,9 +373,9 @@ class CallGraph:
     def set_numbers(self, node: CallNode, consts: list[Any]) -> None:
         """Store the arguments of a call, and the digest of their numbers, in its node."""
         node.consts = consts
-        arguments = [(value, index in node.any_number) for index, value in enumerate(consts)]
-        is_weak = any(is_ambiguous(value, takes_any_number=takes_any) for value, takes_any in arguments)
-        node.exact = repr(consts) if is_weak else None
+        any_number = node.any_number
+        ambiguous = [is_ambiguous(value, takes_any_number=index in any_number) for index, value in enumerate(consts)]
+        node.exact = repr(consts) if any(ambiguous) else None
         if node.numbers:
             node.bits, node.tag, text = argument_bits([consts[index] for index in node.numbers])
             if text is not None and node.bits not in self.values and self._num_characters + len(text) <= MAX_TEXT:

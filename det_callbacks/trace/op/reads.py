@@ -187,16 +187,16 @@ class Reads:
         ]
 
     def sites(self, node: CallNode) -> Iterator[Site]:
-        """Yield the input sites of the current call, for its new node."""
-        for name, edges in zip(node.names, self.row_edges, strict=False):  # a compiled region appends further names
+        """Yield the input sites of the current call, for its new node; ``row_edges`` has what each reads."""
+        for name in node.names[: len(self.row_edges)]:  # a compiled region appends further names
             role, shown, _ = special = name if isinstance(name, SpecialName) else SpecialName("input", name)
             if role == "delivered":
-                yield replace(self.collectives.site_of(special), name=shown, inputs=edges)
+                yield replace(self.collectives.site_of(special), name=shown)
                 continue
             phase = {"input": "input", "generator": "rng"}.get(role, "other")
             module, source = (node.module, node.source) if shown is None else (self._places.owner_of(shown), ())
             module = "" if role == "generator" else module
-            yield Site(phase=phase, module=module, role=role, name=shown, inputs=edges, source=source)
+            yield Site(phase=phase, module=module, role=role, name=shown, source=source)
 
     def roll_back(self, mark: int) -> None:
         """Undo the input sites of a call that raised, or that has no data."""

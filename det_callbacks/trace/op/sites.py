@@ -28,6 +28,8 @@ InputName = str | SpecialName | None
 class ReadSites(Protocol):
     """What the current call reads, for its new node."""
 
+    row_edges: list[tuple[int, ...]]  # the positions that each of its input sites reads
+
     def by_output(
         self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], num_outputs: int
     ) -> list[list[int]] | None:
@@ -56,20 +58,21 @@ def build_op(
     output_names = [name or gradient_name for name in names_of_written(places, node.phase, plan, outputs)]
     by_output = read.by_output(plan, args, kwargs, len(outputs))
     argument_names = list(_names_of_arguments(plan, args, kwargs))
-    assert len(argument_names) == len(node.consts), plan.name
-    node.numbers = tuple(index for index, value in enumerate(node.consts) if is_number(value))
-    node.any_number = tuple(
-        index for index, name in enumerate(argument_names) if name.partition("[")[0] in plan.number_arguments
-    )
-    graph.set_numbers(node, node.consts)
-    varying = tuple(argument_names[index] for index in node.numbers)
-    constants = {
-        name: value
-        for index, (name, value) in enumerate(zip(argument_names, node.consts, strict=True))
-        if index not in node.numbers
-    }
+    numbers: list[int] = []
+    constants: dict[str, Any] = {}
+    for index, (argument, value) in enumerate(zip(argument_names, node.consts, strict=True)):
+        if is_number(value):
+            numbers.append(index)
+        else:
+            constants[argument] = value
     given = {*plan.argument_names[: len(args)], *kwargs}
     constants.update((name, value) for name, value in plan.defaults.items() if name not in given)
+    node.numbers = tuple(numbers)
+    if plan.number_arguments:
+        bases = [name.partition("[")[0] for name in argument_names]
+        node.any_number = tuple(index for index, base in enumerate(bases) if base in plan.number_arguments)
+    graph.set_numbers(node, node.consts)
+    varying = tuple([argument_names[index] for index in numbers])
     arguments = arguments_json(constants)
     read_by_call = sorted({at for at in node.read_positions if at is not None})
     common: dict[str, Any] = {
@@ -81,9 +84,10 @@ def build_op(
         "source": node.source,
     }
     sites = list(read.sites(node))
+    edges: list[Sequence[int]] = [*read.row_edges]
     if varying:
         sites.append(Site(role="argument", **common))
-    edges: list[Sequence[int]] = [site.inputs for site in sites]
+        edges.append(())
     for index, (output, name) in enumerate(zip(outputs, output_names, strict=True)):
         role: Role = "output" if isinstance(output, Tensor) else "value"
         sites.append(Site(output=index, role=role, name=name, arguments=arguments, **common))
