@@ -1,12 +1,12 @@
 """Run folders for tests, all that can be read from one, and strategies for what it holds."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
+from msgspec import structs
 
 from det_callbacks.runs.manifest import read_manifest
 from det_callbacks.runs.peers import Peers
@@ -48,7 +48,7 @@ def small_program(num_sites: int = 3, op: str = "aten.mul.Tensor") -> Program:
     lines = ("train.py:41 in forward", "train.py:7 in main")
     first = Site(op=op, occurrence=0, output=0, **place, **call, source=lines)
     other = Site(phase="backward", module="net", op=op, occurrence=0, output=0, role="output")
-    rest = [replace(other, occurrence=index) for index in range(num_sites - 1)]
+    rest = [structs.replace(other, occurrence=index) for index in range(num_sites - 1)]
     counts = {"ops_seen": 9, "ops_digested": num_sites, "ops_skipped": {"view": 6}}
     return Program.of((first, *rest), **counts, opaque_regions=("net.fused",))
 

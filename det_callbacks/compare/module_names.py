@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from msgspec import structs
+
 from det_callbacks.errors import SelectionError
 from det_callbacks.runs.program import Program, Site, StepView
 from det_callbacks.text import listed
@@ -66,7 +68,9 @@ class ModuleNames:
     def renamed(self, view: StepView) -> StepView:
         """Return a step of the reference with the module names of the current run."""
         sites = [
-            replace(site, module=self._rename(site.module), name=None if site.name is None else self._in(site.name))
+            structs.replace(
+                site, module=self._rename(site.module), name=None if site.name is None else self._in(site.name)
+            )
             for site in view.program.sites
         ]
         counts = {**view.program.counts, "text": view.program.text}

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from msgspec import structs
+
 from det_callbacks.compare.nonfinite import first_nonfinite
 from det_callbacks.digest.host import format_digest
 from det_callbacks.report.console import Section, Table
@@ -45,7 +47,7 @@ def step_to_dict(view: StepView) -> dict[str, Any]:
     sites = []
     for position, (site, entry, bits) in enumerate(_sites(view)):
         layout = {name: getattr(entry, name, None) for name in ("shape", "dtype")}
-        sites.append({"position": position, **asdict(site), **layout, "digest": bits})
+        sites.append({"position": position, **structs.asdict(site), **layout, "digest": bits})
     counts: dict[str, Any] = {"ops_seen": program.ops_seen, "ops_digested": program.ops_digested}
     counts["ops_skipped"] = dict(program.ops_skipped)
     return {"schema": 1, "rank": view.rank, **_record_to_dict(view.record), **counts, "sites": sites}

@@ -6,12 +6,13 @@ row of role "delivered", which depends on the "sent" rows; it has no bits while 
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch import Tensor
 
 from det_callbacks.internals.torch import AsyncCollectiveTensor, process_group_named, storage_address

@@ -1,12 +1,12 @@
 """Observations inside torch.compile: ops of the graph, or a graph break that says so."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from compiling import COMPILING
+from msgspec import structs
 from tiers import rest_slow
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -59,7 +59,7 @@ def test_observations_are_ops_of_one_graph_and_the_sites_of_eager_code(backend, 
     train(tmp_path, "eager", noisy)
     steps = [Run.open(tmp_path / name).view(0, 0, 0) for name in ("eager", "compiled")]
     # the backend calls its graph as a module, which is a name of its own
-    eager, compiled = ([replace(site, module="") for site in step.program.sites] for step in steps)
+    eager, compiled = ([structs.replace(site, module="") for site in step.program.sites] for step in steps)
     assert eager == compiled
     assert steps[0].record.digests[:6].tolist() == steps[1].record.digests[:6].tolist()
     paths = (*(f"['k'][{index}]" for index in range(4)), "['text']", "['f']")

@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from msgspec import structs
 from stored_runs import append, create, record, small_layout, small_program
 
 from det_callbacks.errors import (
@@ -90,7 +91,7 @@ def test_a_table_that_is_not_what_was_written_is_refused(tmp_path, kind, ours, t
         (whole.set_column(0, whole.schema.field(0), pa.array([0, 2, 1], pa.int32())), "rows are not in order"),
     ]
     if kind == "programs":  # what its name leaves out
-        other_lines = replace(ours.sites[0], source=("train.py:42 in forward",))
+        other_lines = structs.replace(ours.sites[0], source=("train.py:42 in forward",))
         ids = pa.array([SiteRow.of(other_lines).id, *(row.id for row in ours.rows[1:])], pa.uint64())
         changes.append((whole.set_column(1, whole.schema.field("site"), ids), "its sites or counts"))
         others = [{**metadata, b"counts": counts} for counts in (metadata[b"counts"].replace(b"6}", b"7}"), b"")]
@@ -135,7 +136,7 @@ def test_programs_share_what_their_sites_are(tmp_path):
     writer = create(tmp_path / "run")
     programs = [small_program(num_sites) for num_sites in (3, 5, 4)]
     first, *rest = small_program(4).sites
-    programs.append(Program.of([first, *(replace(site, inputs=(0,)) for site in rest)]))
+    programs.append(Program.of([first, *(structs.replace(site, inputs=(0,)) for site in rest)]))
     for program in programs:
         writer.put_program(program)
     writer.close(complete=True)
@@ -151,7 +152,7 @@ def test_the_text_of_source_lines_is_kept_once_and_only_where_it_is_certain(tmp_
     text = {"train.py:41": ("a", "b", "c"), "train.py:1": ("first", "second"), "caf\udce9.py:7": ("x", "y", "z")}
     writer = create(tmp_path / "run")
     odd = os.fsdecode(b"caf\xe9.py:7 in forward")  # a path that is not UTF-8
-    site = replace(small_program().sites[0], source=(odd,))
+    site = structs.replace(small_program().sites[0], source=(odd,))
     for op in ("aten.mul.Tensor", "aten.add.Tensor"):
         writer.put_program(replace(small_program(op=op), text=text))
     writer.put_program(program := Program.of((site,)))

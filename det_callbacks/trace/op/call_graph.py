@@ -221,7 +221,7 @@ class CallGraph:
         self.num_bytes = 0
         self._num_labels = 0
         self._calls: dict[int, CallNode] = {}  # hash of op, place, reads and names -> newest call
-        self._site_rows: dict[Site, dict[tuple[str, ...], SiteRow]] = {}
+        self._site_rows: dict[Site, SiteRow] = {}
         self._alike: dict[Hashable, _Alike] = {}  # by op, place and rows
         self._programs: OrderedDict[tuple[CallNode, ...], Program] = OrderedDict()
         self._has_strayed = True  # whether a call since the last program was not the likely one
@@ -350,10 +350,9 @@ class CallGraph:
         self.num_bytes += node.num_bytes
 
     def _row_of(self, site: Site) -> SiteRow:
-        by_source = self._site_rows.setdefault(site, {})
-        row = by_source.get(site.source)
+        row = self._site_rows.get(site)
         if row is None:
-            row = by_source[site.source] = SiteRow.of(site)
+            row = self._site_rows[site] = SiteRow.of(site)
             self.num_bytes += _BYTES_OF_ROW
         return row
 

@@ -1,10 +1,10 @@
 """What a call reads: the sites that wrote its inputs, and an input site for each input that no site wrote."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import Generator, Tensor
 
 from det_callbacks.digest.host import digest_memory

@@ -9,10 +9,11 @@
 
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 
 import torch
+from msgspec.structs import replace
 
 from det_callbacks.digest.host import digest_bytes
 from det_callbacks.runs.program import Site, to_json
