@@ -52,10 +52,12 @@ from det_callbacks.trace.threads.order import canonical_order
 from det_callbacks.trace.threads.strands import Strands
 
 _is_grad_enabled = torch.is_grad_enabled
-_SCALARS = frozenset({int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format})
+_CONST_CLASSES = frozenset(
+    {int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format}
+)
 _DIGEST = OpKind.DIGEST
 _ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
-_READ_BACK = torch.ops.aten._local_scalar_dense.default
+_ITEM = torch.ops.aten._local_scalar_dense.default
 
 
 class Recorder:
@@ -130,7 +132,7 @@ class Recorder:
             require_whole(program, step.digests)
             settled = step.deferred.settle(step.digests)
             if self._expected is not None:
-                self._unseen_writes.look_back(self._expected, program, settled)
+                self._unseen_writes.check_deferred(self._expected, program, settled)
             digests = np.frombuffer(step.digests, dtype=np.uint64) if step.digests else np.empty(0, np.uint64)
             if self.strands.all:
                 trace = self._ordered(program, digests)
@@ -178,7 +180,7 @@ class Recorder:
         else:
             phase = "backward"
             scope = places.backward.scope()
-            if scope is ENGINE and func is _ADD_IN_PLACE:
+            if scope is ENGINE and func is _ADD_IN_PLACE:  # recorded as ``add``; ``plan.call`` still adds in place
                 func, plan = _ADD, self._plan_of_accumulation(args)
         if (
             plan.is_reducing
@@ -186,7 +188,7 @@ class Recorder:
         ):
             return reduced
         # record .item() anywhere: Python may pass the number to an op in any module
-        may_be_passed_on = func is _READ_BACK and phase != "optimizer"
+        may_be_passed_on = func is _ITEM and phase != "optimizer"
         if not places.selects_all and not may_be_passed_on and not places.selects(phase, scope):
             return self.undigested.unselected(plan, func, phase, scope, args, kwargs)
 
@@ -221,7 +223,7 @@ class Recorder:
                             self._reads.read_first(value, storage, reads, input_names)
                         else:
                             self._reads.read(value, reads, input_names)
-                    elif value_class in _SCALARS:
+                    elif value_class in _CONST_CLASSES:
                         consts.append(value)
                     else:
                         self._reads.gather(value, consts, reads, input_names)
@@ -232,7 +234,7 @@ class Recorder:
             if not is_functional and (expected is not None or deferred.is_used):
                 written = written_arguments(plan, args, kwargs)
                 if expected is not None:
-                    was_changed = self._unseen_writes.look_before(plan, written, args, kwargs, first_site, phase)
+                    was_changed = self._unseen_writes.check_before_write(plan, written, args, kwargs, first_site, phase)
                 if deferred.is_used:
                     deferred.before_writes(written)
             out = plan.call(*args, **kwargs)
@@ -278,20 +280,20 @@ class Recorder:
             and likely.phase is phase
             and likely.names == names
             and likely.num_outputs == len(outputs)
-            and likely.shared.step != graph.step  # not yet in this step
+            and likely.shared.last_step != graph.step_number  # not yet in this step
             and (not kwargs or likely.keywords == tuple(kwargs))
             and (
-                (likely.consts == consts and (likely.exact is None or likely.exact == repr(consts)))
+                (likely.consts == consts and (likely.exact_repr is None or likely.exact_repr == repr(consts)))
                 or graph.take_numbers(likely, consts)
             )
         ):
             node = likely
             node.previous = graph.at
-            node.shared.step = graph.step
+            node.shared.last_step = graph.step_number
             graph.at = node
             graph.labels += node.shared.labels
         else:
-            # a known call has data
+            # calls without data get no node, so only an unknown call can lack data
             if outputs and not any(holds_data(output) for output in outputs):
                 self._reads.roll_back(first_site)
                 step.counts.skipped["no_data"] += 1
@@ -302,33 +304,34 @@ class Recorder:
         if input_names:
             self._reads.row_edges.clear()
         step.counts.num_digested += 1
-        # an update makes no autograd nodes, and a backward pass only for its own gradient or a recomputed forward pass
+        # only calls that may make autograd nodes: no update, and in a backward pass only with gradients of its own
+        # (create_graph) or in a recomputed forward pass
         if phase != "optimizer" and (phase != "backward" or _is_grad_enabled() or scope.recomputed):
             places.backward.register(node)
 
         # the call's sites: the numbers among its arguments, then its outputs, each with digest, layout and writer
         indices = step.layout_indices
-        if node.numbers:
-            digests.append(node.bits)
-            indices.append(step.layouts.tags[node.tag].index)
+        if node.number_indices:
+            digests.append(node.numbers_bits)
+            indices.append(step.layouts.tags[node.numbers_tag].index)
             position += 1
         first_output = position
         slots = step.layouts.slots
-        # in other phases, the parts are determined by those of the forward pass
+        # only in the forward pass, whose parts determine those of the other phases
         parts_read = parts_of_arguments(args, kwargs, places.names.offset_in) if phase == "forward" else ()
         for output in outputs:
             if output.__class__ in PLAIN and output.layout is STRIDED and not output.is_nested:
-                layout: tuple[Any, ...] = (output.dtype, output.shape, output.stride())
+                slot_key: tuple[Any, ...] = (output.dtype, output.shape, output.stride())
                 if parts_read:
-                    layout = (*layout, parts_read)
-                slot = slots.get(layout)
+                    slot_key = (*slot_key, parts_read)
+                slot = slots.get(slot_key)
                 if slot is None:
-                    slot = step.layouts.add_strided(layout)
+                    slot = step.layouts.add_strided(slot_key)
                 storage = output.untyped_storage()
                 if is_functional:
-                    pinned = pin_storage(storage)
-                    ledger.pins.append(pinned)
-                    writers[pinned] = position
+                    address = pin_storage(storage)  # the storage's own, which no other gets while it is pinned
+                    ledger.pins.append(address)
+                    writers[address] = position
                 elif (  # it covers its whole storage, which has a writer
                     slot.is_dense
                     and storage.nbytes() == slot.num_bytes
@@ -350,7 +353,7 @@ class Recorder:
         if plan.draws_random:
             self.generators.note_draw(first_output)
         if expected is not None:
-            self._unseen_writes.compare(
+            self._unseen_writes.check_after_call(
                 expected, first_site, first_output, plan, args, kwargs, reads, was_changed=was_changed
             )
         return out

@@ -49,7 +49,7 @@ class SharedRows:
 
     rows: tuple[SiteRow, ...] = ()
     labels: range = range(0)  # labels of the rows
-    step: int = 0  # the last step that contained the rows
+    last_step: int = 0  # the last step that contained the rows
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +59,7 @@ class _Alike:
     is_named: bool  # whether their rows have names, which distinguish the calls
     members: list[SharedRows] = field(default_factory=list)
     readers: dict[int, list[SharedRows]] = field(default_factory=dict)  # by label read
-    step: int = 0
+    last_step: int = 0
     num_used: int = 0  # leading members used in that step
 
     def unused(self, step: int, phase: str, reads: Sequence[int]) -> SharedRows | None:
@@ -70,13 +70,13 @@ class _Alike:
         """
         for label in reads:
             for rows in self.readers.get(label, ()):
-                if rows.step != step:
+                if rows.last_step != step:
                     return rows
         if phase == "optimizer" and not self.is_named:
             return None
-        if self.step != step:
-            self.step, self.num_used = step, 0
-        while self.num_used < len(self.members) and self.members[self.num_used].step == step:
+        if self.last_step != step:
+            self.last_step, self.num_used = step, 0
+        while self.num_used < len(self.members) and self.members[self.num_used].last_step == step:
             self.num_used += 1
         return self.members[self.num_used] if self.num_used < len(self.members) else None
 
@@ -107,11 +107,11 @@ class CallNode:
     names: list[Any]  # of the input sites made for this call, of tensors that it overwrites, or of its rows
     num_outputs: int
     keywords: tuple[str, ...] = ()
-    exact: str | None = None  # repr of ``consts`` where equality is too weak (1 == 1.0 == True, 0.0 == -0.0)
-    numbers: tuple[int, ...] = ()  # indices of the arguments that the program leaves out
-    any_number: tuple[int, ...] = ()  # indices of those that take any kind of number: 1, 1.0 and True differ
-    bits: int = 0  # the digest of the ``numbers``
-    tag: ArgumentTag = "digest"
+    exact_repr: str | None = None  # repr of ``consts`` where equality is too weak (1 == 1.0 == True, 0.0 == -0.0)
+    number_indices: tuple[int, ...] = ()  # indices of the arguments that the program leaves out
+    any_number_indices: tuple[int, ...] = ()  # indices of those that take any kind of number: 1, 1.0 and True differ
+    numbers_bits: int = 0  # their digest
+    numbers_tag: ArgumentTag = "digest"
     # only while the node is built: the positions that the call reads, its sites without ``inputs``, and the positions
     # that each of them reads
     read_positions: Sequence[int | None] = ()
@@ -128,11 +128,11 @@ class CallNode:
     codes: tuple[CodeType, ...] = ()  # the running code, innermost first
     running_modules: tuple[str, ...] = ()
     scopes: dict[object, OpScope] | None = None
-    likely: "CallNode | None" = None  # the call that came next the last time
-    other: "CallNode | None" = None  # another call with the same hash
+    likely: "CallNode | None" = None  # the call that came next the last time; no earlier one is remembered
+    next_equal_hash: "CallNode | None" = None  # an older call with the same hash
 
     @property
-    def key(self) -> Hashable:
+    def alike_key(self) -> Hashable:
         """Op, place and rows: equal for calls that differ only in what they read."""
         return self.func, self.phase, self.scope, self.shared.rows
 
@@ -191,7 +191,7 @@ class CallGraph:
         self._num_characters = 0
         self.text: dict[str, tuple[str, ...]] = {}  # see ``Program.text``; bounded by the code that calls ops
         self._sources: dict[tuple[str, ...], tuple[str, ...]] = {}  # shared by calls; bounded like ``text``
-        self.step = 0
+        self.step_number = 0
         self._limit = MAX_BYTES
         self._forget()
         self._start()
@@ -203,7 +203,7 @@ class CallGraph:
 
     def begin(self) -> None:
         """Start a step; forget the calls of all earlier steps if together they exceed the limit."""
-        self.step += 1
+        self.step_number += 1
         if self.num_bytes > self._limit:
             # the last step alone may exceed MAX_BYTES; then the limit rises, and the calls may stay
             self._limit = max(MAX_BYTES, self._bytes_of_step() * 4 // 3)
@@ -231,9 +231,14 @@ class CallGraph:
     def labels_of(
         self, positions: Sequence[int | None], first_site: int, edges: Sequence[Sequence[int]] = ()
     ) -> list[int | None]:
-        """Return the labels of the positions that a call reads, or -1 - n for its own n-th row; None divides rows.
+        """Return the labels of the positions that a call reads, then of those that its input sites read.
 
-        ``first_site`` is the position of the call's first row; ``edges`` holds the positions that its input sites read.
+        The call's own rows have no labels yet: the n-th is -1 - n. A None in ``positions`` divides rows, and stays.
+
+        Args:
+            positions: the positions that the call reads.
+            first_site: the position of the call's first row.
+            edges: the positions that each of its input sites reads; in the result, None ends each input site.
         """
         labels = self.labels
         if any(edges):
@@ -261,7 +266,7 @@ class CallGraph:
         node = self.at.likely
         if (
             node is not None
-            and node.shared.step != self.step
+            and node.shared.last_step != self.step_number
             and node.is_call(func, phase, scope, labels, names, num_outputs)
             and self.take_numbers(node, consts)
         ):
@@ -281,27 +286,28 @@ class CallGraph:
             call: the call.
             positions: the positions that the call reads.
             build: fills in a new node, and may raise.
-            source: returns the call's source lines, which identify a call that reads nothing, unless a checkpoint
-                recomputes it: the lines may then be those of its first run.
+            source: returns the call's source lines. Here they also identify a call that reads nothing, unless a
+                checkpoint recomputes it: the lines may then be those of its first run. (The likely call is taken
+                whatever its lines: looking at the stack in each step would take too long.)
         """
         func, phase, scope, consts, read_labels, names, num_outputs, keywords = call
-        key = hash((func, phase, scope, tuple(read_labels), tuple(names)))
-        node = newest = self._calls.get(key)
+        hash_key = hash((func, phase, scope, tuple(read_labels), tuple(names)))
+        node = newest = self._calls.get(hash_key)
         lines = None if source is None or read_labels or scope.recomputed or node is None else source()
         while node is not None and not (
-            node.shared.step != self.step
+            node.shared.last_step != self.step_number
             and node.is_call(func, phase, scope, read_labels, names, num_outputs, keywords)
             and (lines is None or node.source == lines)
             and self.take_numbers(node, consts)
         ):
-            node = node.other
+            node = node.next_equal_hash
         if node is None:
             node = CallNode(self.at, *call)
-            node.names, node.read_positions, node.other = names or _NONE, positions, newest
+            node.names, node.read_positions, node.next_equal_hash = names or _NONE, positions, newest
             build(node)
             node.read_positions = ()
             self._give_rows(node)
-            self._calls[key] = node
+            self._calls[hash_key] = node
         self.at.likely = node
         self._has_strayed = True
         return self._advance(node)
@@ -309,45 +315,51 @@ class CallGraph:
     def _advance(self, node: CallNode) -> CallNode:
         """Set the current call to a node; ``Recorder.op`` does the same in place."""
         node.previous = self.at
-        node.shared.step = self.step
+        node.shared.last_step = self.step_number
         self.labels += node.shared.labels
         self.at = node
         return node
 
     def _give_rows(self, node: CallNode) -> None:
-        """Give a new node its rows, with labels: those of an equal call that the step has not used, or new ones."""
+        """Give a new node its rows, with labels, and the labels of what each row reads."""
         sites, node.sites = node.sites, ()
-        rows = node.shared.rows or tuple(map(self._row_of, sites))
         edges, node.edges = node.edges, ()
-        read_labels = [label for label in node.read_labels if label is not None and label >= 0]
-        node.shared = SharedRows(rows=rows)  # for ``key``
-        key = node.key
-        alike = self._alike.get(key) or _Alike(is_named=any(row.site.name for row in rows))
-        likely = self.at.likely
-        if likely is not None and likely.shared.step != self.step and likely.key == key:
-            shared: SharedRows | None = likely.shared
-        else:
-            shared = alike.unused(self.step, node.phase, read_labels) if rows else None
-        if shared is None:
-            shared = SharedRows(rows=rows, labels=range(self._num_labels, self._num_labels + len(rows)))
-            self._num_labels += len(rows)
-            alike.members.append(shared)
-        if rows:
-            self._alike[key] = alike
-        for label in read_labels if not alike.is_named else ():
-            readers = alike.readers.setdefault(label, [])
-            if shared not in readers:
-                readers.append(shared)
-        node.shared = shared
+        if sites:  # a group of named tensors comes with its rows
+            node.shared = SharedRows(rows=tuple(map(self._row_of, sites)))
+        node.shared = shared = self._shared_rows(node)
         node.num_read = tuple(map(len, edges))
         first, own = len(self.labels), shared.labels
         node.edge_labels = tuple([self.labels[at] if at < first else own[at - first] for one in edges for at in one])
-        if rows and node.source not in self._sources:
+        if shared.rows and node.source not in self._sources:
             self._sources[node.source] = node.source
             self.text.update(read_text([node.source]))
         node.source = self._sources.get(node.source, node.source)
         self.num_nodes += 1
         self.num_bytes += node.num_bytes
+
+    def _shared_rows(self, node: CallNode) -> SharedRows:
+        """Return the rows of a new node with labels: those of an equal call that the step has not used, or new ones."""
+        rows, key = node.shared.rows, node.alike_key
+        if not rows:
+            return node.shared
+        alike = self._alike.get(key)
+        if alike is None:
+            alike = self._alike[key] = _Alike(is_named=any(row.site.name for row in rows))
+        read_labels = [label for label in node.read_labels if label is not None and label >= 0]
+        likely = self.at.likely
+        if likely is not None and likely.shared.last_step != self.step_number and likely.alike_key == key:
+            shared: SharedRows | None = likely.shared
+        else:
+            shared = alike.unused(self.step_number, node.phase, read_labels)
+        if shared is None:
+            shared = SharedRows(rows=rows, labels=range(self._num_labels, self._num_labels + len(rows)))
+            self._num_labels += len(rows)
+            alike.members.append(shared)
+        for label in read_labels if not alike.is_named else ():
+            readers = alike.readers.setdefault(label, [])
+            if shared not in readers:
+                readers.append(shared)
+        return shared
 
     def _row_of(self, site: Site) -> SiteRow:
         row = self._site_rows.get(site)
@@ -357,14 +369,17 @@ class CallGraph:
         return row
 
     def take_numbers(self, node: CallNode, consts: list[Any]) -> bool:
-        """Return whether these arguments equal those of a node apart from numbers, which the node then has."""
-        if node.consts == consts and (node.exact is None or node.exact == repr(consts)):
+        """Return whether these arguments equal a node's apart from numbers; if so, store them in the node.
+
+        Call it after all other comparisons, since it changes the node.
+        """
+        if node.consts == consts and (node.exact_repr is None or node.exact_repr == repr(consts)):
             return True
-        if not node.numbers or len(node.consts) != len(consts):
+        if not node.number_indices or len(node.consts) != len(consts):
             return False
         for index, (known, value) in enumerate(zip(node.consts, consts, strict=True)):
             is_same = known.__class__ is value.__class__ and known == value
-            if not (is_number(value) if index in node.numbers else is_same):
+            if not (is_number(value) if index in node.number_indices else is_same):
                 return False
         self.set_numbers(node, consts)
         return True
@@ -372,13 +387,17 @@ class CallGraph:
     def set_numbers(self, node: CallNode, consts: list[Any]) -> None:
         """Store the arguments of a call, and the digest of their numbers, in its node."""
         node.consts = consts
-        any_number = node.any_number
-        ambiguous = [is_ambiguous(value, takes_any_number=index in any_number) for index, value in enumerate(consts)]
-        node.exact = repr(consts) if any(ambiguous) else None
-        if node.numbers:
-            node.bits, node.tag, text = argument_bits([consts[index] for index in node.numbers])
-            if text is not None and node.bits not in self.values and self._num_characters + len(text) <= MAX_TEXT:
-                self.values[node.bits] = text
+        takes_any = node.any_number_indices
+        ambiguous = [is_ambiguous(value, takes_any_number=index in takes_any) for index, value in enumerate(consts)]
+        node.exact_repr = repr(consts) if any(ambiguous) else None
+        if node.number_indices:
+            node.numbers_bits, node.numbers_tag, text = argument_bits([consts[index] for index in node.number_indices])
+            if (
+                text is not None
+                and node.numbers_bits not in self.values
+                and self._num_characters + len(text) <= MAX_TEXT
+            ):
+                self.values[node.numbers_bits] = text
                 self._num_characters += len(text)
 
     def calls(self) -> list[CallNode]:
@@ -392,12 +411,15 @@ class CallGraph:
         return path[::-1]
 
     def program(self, counts: StepCounts) -> Program:
-        """Return the program of the step that ends here; one that recent steps had comes with their counts."""
+        """Return the program of the step that ends here.
+
+        If a recent step had the same calls, this is its program, with its counts of ops.
+        """
         if not self._has_strayed and self._last is not None and self._last[0] is self.at:
             return self._last[1]
-        key = tuple(self.calls())
-        program = self._programs.pop(key, None) or self._make_program(key, counts)
-        self._programs[key] = program
+        path = tuple(self.calls())
+        program = self._programs.pop(path, None) or self._make_program(path, counts)
+        self._programs[path] = program
         self._has_strayed, self._last = False, (self.at, program)
         num_rows = sum(map(len, self._programs.values()))
         while num_rows > MAX_PROGRAM_ROWS and len(self._programs) > 1:
@@ -405,11 +427,11 @@ class CallGraph:
             num_rows -= len(earlier)
         return program
 
-    def _make_program(self, key: tuple[CallNode, ...], counts: StepCounts) -> Program:
+    def _make_program(self, path: tuple[CallNode, ...], counts: StepCounts) -> Program:
         skipped = {"view": counts.num_views, **counts.skipped}
-        num_read, read = self._edges(key)
+        num_read, read = self._edges(path)
         return Program(
-            rows=tuple(chain.from_iterable([call.shared.rows for call in key])),
+            rows=tuple(chain.from_iterable([call.shared.rows for call in path])),
             num_read=num_read,
             read=read,
             ops_seen=counts.num_digested + sum(skipped.values()),

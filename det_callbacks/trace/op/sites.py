@@ -51,7 +51,7 @@ def build_op(
 ) -> None:
     """Fill in a new node for the call of an op."""
     scope = node.scope
-    if node.phase != "optimizer":  # whose calls make no autograd node
+    if node.phase != "optimizer":  # an optimizer's calls make no autograd nodes
         places.backward.note_stack(node)
     node.op_base, node.is_in_place, node.source = plan.base, bool(plan.writes), source_of_call(node)
     gradient_name = None if scope.name is None else f"grad of {scope.name}"
@@ -67,10 +67,10 @@ def build_op(
             constants[argument] = value
     given = {*plan.argument_names[: len(args)], *kwargs}
     constants.update((name, value) for name, value in plan.defaults.items() if name not in given)
-    node.numbers = tuple(numbers)
+    node.number_indices = tuple(numbers)
     if plan.number_arguments:
         bases = [name.partition("[")[0] for name in argument_names]
-        node.any_number = tuple(index for index, base in enumerate(bases) if base in plan.number_arguments)
+        node.any_number_indices = tuple(index for index, base in enumerate(bases) if base in plan.number_arguments)
     graph.set_numbers(node, node.consts)
     varying = tuple([argument_names[index] for index in numbers])
     arguments = arguments_json(constants)
@@ -99,8 +99,8 @@ def names_of_written(places: Places, phase: str, plan: OpPlan, outputs: Sequence
     """Return the known name of each output, or None."""
     if plan.is_functional:
         return [None] * len(outputs)
-    # outside the backward pass also a gradient; inside, a tensor may become one only after this op (autograd, DDP), and
-    # ``OpScope.name`` names what accumulates it
+    # outside the backward pass, the name may be that of a gradient; inside it, a tensor may become a gradient only
+    # after this op (autograd, DDP), so ``build_op`` takes the name from ``OpScope.name``
     name_of = places.names.of if phase == "backward" else places.names.of_written
     return [name_of(one) if isinstance(one, Tensor) and not has_parts(one) else None for one in outputs]
 

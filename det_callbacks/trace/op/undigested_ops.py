@@ -145,13 +145,13 @@ class UndigestedOps:
             or node.scope is not scope
             or node.phase is not phase
             or node.shared.labels
-            or node.shared.step == graph.step
+            or node.shared.last_step == graph.step_number
         ):
             call = Call(func, phase, scope, consts=[], read_labels=[], names=[], num_outputs=0)
             node = graph.go_to(call, [], partial(self._build, plan), partial(source_of, scope))
         else:
             node.previous = graph.at
-            node.shared.step = graph.step
+            node.shared.last_step = graph.step_number
             graph.at = node
         self._places.backward.register(node)
 

@@ -39,7 +39,7 @@ class UnseenWriteCheck:
     def begin(self) -> None:
         self._changed_at.clear()
 
-    def look_before(
+    def check_before_write(
         self, plan: OpPlan, written: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], mark: int, phase: str
     ) -> bool:
         """Return whether an unseen write changed an argument that an op is about to write.
@@ -58,7 +58,7 @@ class UnseenWriteCheck:
         self._changed_at.update((_address(one), mark) for one in changed)
         return bool(changed)
 
-    def compare(
+    def check_after_call(
         self,
         expected: Expectation,
         mark: int,
@@ -72,8 +72,8 @@ class UnseenWriteCheck:
     ) -> None:
         """Add to ``expected.unseen_writes`` the differing sites of a call whose inputs an unseen write changed.
 
-        Sites with deferred digests are added whether they differ or not; see also ``look_back``. A call that reads a
-        difference is not an origin, so it is not checked.
+        Sites with deferred digests are added whether they differ or not; see also ``check_deferred``. A call that
+        reads a difference is not an origin, so it is not checked.
         """
         digests, deferred = self._step.digests, self._step.deferred.bits
         positions = range(first, len(digests))
@@ -90,7 +90,7 @@ class UnseenWriteCheck:
             if any(self._is_changed(tensor, mark) for tensor in read if tensor.is_cpu):
                 expected.unseen_writes.update(waiting)
 
-    def look_back(self, expected: Expectation, program: Program, deferred: frozenset[int]) -> None:
+    def check_deferred(self, expected: Expectation, program: Program, deferred: frozenset[int]) -> None:
         """Compare the sites with deferred digests, at the end of a step.
 
         Checks the memory that they read if it still exists and no recorded site has written it since.
