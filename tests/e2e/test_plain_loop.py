@@ -360,6 +360,23 @@ def test_misuse_says_what_to_do(reference, tmp_path):
     Loop().run()  # nothing is left that would refuse it
 
 
+def test_each_refusal_advises_what_this_run_has(reference, tmp_path):
+    """A verification has no ``overwrite``, and a loop without a step no other steps to select."""
+    train(Loop, tmp_path / "other", mode="record")
+    with pytest.raises(RunExistsError) as caught:
+        train(Loop, reference, current=tmp_path / "other")
+    assert "pass another folder for the results (current of DeterminismCallback or TrainingRun" in str(caught.value)
+    assert "overwrite" not in str(caught.value)
+    loop = Loop()
+    arguments = {"mode": "record", "model": loop.model, "optimizers": loop.optimizers}
+    for more, says in (
+        ({}, "The fit had no step, so nothing was recorded in .* Check that its loader returns batches"),
+        ({"every_n_steps": 2}, "no step that every_n_steps=2 selects"),
+    ):
+        with pytest.raises(NothingComparedError, match=says), TrainingRun(tmp_path / "none", **arguments, **more):
+            pass
+
+
 def test_within_a_fit_with_the_callback_it_is_refused(tmp_path):
     class Inner(pl.Callback):
         def on_train_batch_end(self, *_: Any, **__: Any) -> None:
