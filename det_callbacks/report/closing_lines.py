@@ -77,6 +77,15 @@ def nothing_recorded_text(*, path: Path, selected: str, is_resumed: bool) -> str
     )
 
 
+def no_update_line(*, num_batches: int, model: str, optimizers: str) -> str:
+    """Return the line on the end of a followed training, after its last update; 0 batches if it has no loader."""
+    if not num_batches:
+        what = f"the last call of {model}"
+    else:
+        what = "the last batch" if num_batches == 1 else f"the last {num_batches:,} batches"
+    return f"det_callbacks: not in the run: {what}, after which {optimizers} did not step"
+
+
 def verified_line(verdict: Verdict, *, level: str, report: Path | None = None) -> str:
     number = verdict.counts.sites_differing
     differing = f", {count(number, 'site')} differing" if verdict.counts.sites_compared else f", {number} differing"

@@ -1,6 +1,5 @@
 """TrainingRun: loops of one's own are recorded and verified, and misuse says what to do."""
 
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -83,33 +82,6 @@ def test_each_style_trains_as_without_a_run_and_repeats(style, tmp_path):
         assert torch.equal(tensor, traced.model.state_dict()[name]), name
     _, run = train(make, tmp_path / "run", current=tmp_path / "current", epochs=2)
     assert (run.verdict.verdict, run.verdict.counts.steps_compared) == ("match", 2 * STEPS)
-
-
-def phases(folder: Path, step: int = 1) -> dict[str, Counter[str]]:
-    found: dict[str, Counter[str]] = {}
-    for site in Run.open(folder).view(0, 0, step).program.sites:
-        if site.role == "output" and not site.output:
-            found.setdefault(site.phase, Counter())[site.op.split(".")[1] if site.op else site.name or ""] += 1
-    return found
-
-
-def test_phases_are_told_by_torch_and_the_loss_is_what_backward_is_called_on(tmp_path):
-    for style in ("clipped", "adversarial", "closure", "scaled"):
-        train(STYLES[style], tmp_path / style, mode="record")
-    clipped = phases(tmp_path / "clipped")
-    # of both parts, and the clipping is neither forward nor optimizer
-    assert clipped["forward"]["nll_loss_forward"] == clipped["backward"]["nll_loss_backward"] == 2
-    assert {"linalg_vector_norm", "_foreach_norm"} & clipped["gradient"].keys()
-    assert "addmm" not in clipped["gradient"]
-    assert "addcdiv_" in clipped["optimizer"]
-    adversarial = phases(tmp_path / "adversarial")
-    assert adversarial["forward"]["addmm"] == 5
-    assert set(adversarial["optimizer"]) == {"add_"}
-    assert phases(tmp_path / "closure")["forward"]["nll_loss_forward"] >= 2
-    scaled = phases(tmp_path / "scaled")
-    assert any("unscale" in op for op in scaled["gradient"])
-    names = [site.name for site in Run.open(tmp_path / "scaled").view(0, 0, 1).program.sites]
-    assert (names.count("loss"), "grad of last.bias" in names, "exp_avg of last.bias" in names) == (1, True, True)
 
 
 def test_a_weight_that_something_else_wrote_and_another_order_of_the_data_are_named(reference, tmp_path):
