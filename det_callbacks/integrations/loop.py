@@ -298,7 +298,10 @@ class TrainingRun(FollowedRun):
         training.begin_loader(loader)
         training.begin_iteration()
         try:
-            yield from training.drawn(iter(loader))
+            for batch in training.drawn(iter(loader)):
+                yield batch
+                if self._is_in_step:  # an accumulation that draws its batches within a step
+                    self._hooks.end_gradients()
             hooks.mark("epoch end")
         finally:
             self._group.set_place("between")  # a long validation or save may follow

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from loops import STYLES, train
+from loops import STYLES, Loop, train
 from nondeterministic_ops import noisy_
 
-from det_callbacks import DivergenceWarning
+from det_callbacks import DivergenceWarning, TrainingRun
 from det_callbacks.runs.store import Run
 
 
@@ -58,3 +58,18 @@ def test_what_follows_an_update_is_neither_gradient_nor_forward_until_a_module_i
     with pytest.warns(DivergenceWarning):
         _, audited = train(Averaged, None, **arguments)  # type: ignore[arg-type]
     assert {one.phase for one in audited.audit_report.findings if one.op == "planted.noisy_.default"} == {"other"}
+
+
+def test_a_batch_that_is_loaded_within_a_step_ends_the_gradients(tmp_path):
+    loop = Loop()
+    with TrainingRun(tmp_path / "run", mode="record", model=loop.model, optimizers=loop.optimizers) as run:
+        batches = run.batches(loop.loader)
+        for first in batches:
+            with run.step(first):
+                loop.loss(first).backward()
+                inputs, labels = next(batches)
+                loop.loss((inputs * 2, labels)).backward()
+                loop.optimizers[0].step()
+    found = phases(tmp_path / "run", step=0)
+    assert [phase for phase in found if "stack" in found[phase]] == ["other"]
+    assert found["other"]["mul"] == 1
