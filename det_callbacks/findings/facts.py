@@ -238,7 +238,7 @@ def fits_of(run: Run) -> list[list[FitFacts]]:
 
 
 def _has_evidence(run: Run, file: StreamFile) -> bool:
-    """Return whether evidence was recorded next to a file of steps: by every fit of a training that had a step.
+    """Return whether evidence was recorded next to a file of steps: by every fit with a step.
 
     A verification writes evidence only of steps that differ, and an ObserverContext only of arguments.
     """
