@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 from msgspec import structs
 
+from det_callbacks.runs.evidence import Row
 from det_callbacks.runs.manifest import read_manifest
 from det_callbacks.runs.peers import Peers
 from det_callbacks.runs.program import Layout, Program, Site, TensorLayout
@@ -71,6 +72,8 @@ def append(
     writer.put_program(program)
     writer.put_layout(layout)
     for step in steps:
+        if writer.manifest.purpose == "record":
+            writer.put_evidence([Row(step, "batch start", "python", 0)])
         writer.append(step, step // 4, program.id, layout.id, digests_of(step, num_sites, seed))
     if complete is not None:
         writer.close(complete=complete)

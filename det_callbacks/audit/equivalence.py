@@ -2,7 +2,7 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import cycle, zip_longest
 from typing import Any, Literal, Self
@@ -123,7 +123,8 @@ class BitwiseEquivalenceMode:
         self._base_phase = base_phase
         self._model = model
         self.places = Places(Selection(), model)
-        self._phases = OptimizerPhases(self.places, base_phase)
+        self._phases = OptimizerPhases(self.places, base_phase, on_end=lambda: self.on_updated())
+        self.on_updated: Callable[[], None] = lambda: None  # called after an optimizer's update
         self._mode: DispatchMode | None = None
         self._mismatches: list[OpMismatch] = []
         self._fresh = FreshMemory()

@@ -218,7 +218,7 @@ def _require_no_whole_run(run: Path) -> None:
         raise RunExistsError(
             f"{run} already holds a run. Nothing was run or changed. Record to another folder, replace the run with "
             "--overwrite, or verify against it with det-callbacks verify. To continue it from a checkpoint, add a "
-            "DeterminismCallback to the script.",
+            "DeterminismCallback or a TrainingRun to the script.",
             str(run),
         )
 

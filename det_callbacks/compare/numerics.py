@@ -101,12 +101,18 @@ def compare_numerics(
     """Compare the tensors that two runs kept of the same steps.
 
     Raises:
-        SelectionError: a run kept nothing; the message says how to keep tensors. Or a pattern of ``names`` matches no
-            module.
+        SelectionError: a run is a verification or kept nothing; the message says how to keep tensors. Or a pattern of
+            ``names`` matches no module.
         NothingComparedError: the runs have no step and site in common of which both kept a tensor.
         ReferenceFormatError: a file of kept tensors is damaged.
     """
     for run in (reference, current):
+        if run.keeps != "all":
+            raise SelectionError(
+                f"{run.path} is a verification, which keeps only steps that differ, and numerics needs two recordings. "
+                "Record that training with tensors, into another folder, with the same steps and ops as the other run: "
+                "det-callbacks record RUN --only-steps 0 --keep '*' -- python train.py"
+            )
         if not run.manifest.keep_tensors:
             raise SelectionError(
                 f"{run.path} kept no tensors, so differences cannot be measured. Record it with tensors, into another "

@@ -21,8 +21,10 @@ from det_callbacks.runs.evidence import (
     evidence_path,
     read_evidence,
 )
+from det_callbacks.runs.files import damaged
 from det_callbacks.runs.program import Layout, Program, Site, StepRecord
 from det_callbacks.runs.store import Run
+from det_callbacks.runs.stream import StreamFile
 
 # Limits of a whole run, which its fits share.
 MAX_RANKS, MAX_FITS = 8, 4  # processes, and fits of each: the first ones
@@ -220,16 +222,28 @@ class FitFacts:
 
 
 def fits_of(run: Run) -> list[list[FitFacts]]:
-    """Return the first fits of a run, each with the examined processes."""
+    """Return the first fits of a run, each with the examined processes; an error if their evidence is missing."""
     paths: dict[tuple[int, int], list[Path]] = {}
     for rank in run.ranks[:MAX_RANKS]:
-        for segment, path in run.stream_paths(rank):
-            if segment < MAX_FITS:
-                paths.setdefault((segment, rank), []).append(evidence_path(path))
+        for file in run.rank(rank).files:
+            if file.segment < MAX_FITS:
+                path = evidence_path(file.path)
+                if _has_evidence(run, file) and not path.is_file():
+                    raise damaged(path, "it is missing, although the steps of its fit are complete")
+                paths.setdefault((file.segment, rank), []).append(path)
     fits: dict[int, list[FitFacts]] = {}
     for (segment, rank), known in sorted(paths.items()):
         fits.setdefault(segment, []).append(FitFacts(run, rank, segment, known, share=len(paths)))
     return [*fits.values()]
+
+
+def _has_evidence(run: Run, file: StreamFile) -> bool:
+    """Return whether evidence was recorded next to a file of steps: by every fit with a step.
+
+    A verification writes evidence only of steps that differ, and an ObserverContext only of arguments.
+    """
+    is_training = run.keeps == "all" and not run.manifest.recorded_by
+    return is_training and file.unfinished is None and len(file.rows) > 0
 
 
 def _is_needed(batch: pa.RecordBatch) -> np.ndarray:

@@ -15,6 +15,7 @@ from det_callbacks.integrations.loop import TrainingRun, unwrapped
 from det_callbacks.integrations.torch_models import SeveralModels, models_of
 from det_callbacks.internals.torch import memory_address
 from det_callbacks.observers.observations import REGISTRY
+from det_callbacks.report.closing_lines import no_update_line
 from det_callbacks.report.console import end_process, print_closing_line, print_error
 from det_callbacks.runs.environment import FOLLOWED
 from det_callbacks.text import count, listed
@@ -73,6 +74,7 @@ class FollowedLoop(TrainingRun):
         self._trained = listed([type(one).__name__ for one in models])
         self._by = listed(dict.fromkeys(type(one).__name__ for one in self._optimizers))
         self._num_loaders = self._num_steps = 0
+        self._num_batches = 0  # loaded since the last update
         self._iteration: tuple[DrawnLoader, int] | None = None
         self._drawn: DrawnLoader | None = None
         self.choices[FOLLOWED] = f"{self._trained}, {self._by}"
@@ -84,7 +86,9 @@ class FollowedLoop(TrainingRun):
 
     def begin_step(self, args: Sequence[Any], keywords: Mapping[str, Any], drawn: DrawnLoader | None) -> None:
         given = [*args, dict(keywords)] if keywords else [*args]
-        self._enter_step(given if drawn is None else self._drawn_for(given, drawn))
+        batch = given if drawn is None else self._drawn_for(given, drawn)
+        self._num_batches = 0 if drawn is None else 1 + self._training.num_drawn_ahead
+        self._enter_step(batch)
 
     def _drawn_for(self, given: Any, drawn: DrawnLoader) -> Any:
         """Return the batch loaded for a step, else the arguments; a loader may have loaded batches ahead."""
@@ -118,6 +122,19 @@ class FollowedLoop(TrainingRun):
         if self._is_open and drawn is self._drawn:
             self._training.begin_draw()
 
+    def count_batch(self, drawn: DrawnLoader) -> None:
+        if drawn is self._drawn:
+            self._num_batches += 1
+
+    def begin_loading(self) -> None:
+        """Record no ops while a batch is loaded, which belongs to no step: worker processes may load it."""
+        if self._is_in_step:
+            self._hooks.end_gradients()
+            self._hooks.pause()
+
+    def end_loading(self) -> None:
+        self._hooks.unpause()
+
     def end_step(self) -> None:
         self._num_steps += 1
         self._leave_step(None)
@@ -125,7 +142,8 @@ class FollowedLoop(TrainingRun):
     def end(self) -> None:
         if not self._is_open:
             return
-        if self._is_in_step:
+        has_no_update = self._is_in_step
+        if has_no_update:
             self._is_in_step = False
             self._hooks.drop_step()
         if not self._num_steps:
@@ -139,6 +157,9 @@ class FollowedLoop(TrainingRun):
         if not self._training.rank:
             text = f"followed torch's optimizers: {steps} of {self._trained}, {self._by}, {loaders}"
             self._training.print_line(f"det_callbacks: {text}")
+            if has_no_update:
+                line = no_update_line(num_batches=self._num_batches, model=self._trained, optimizers=self._by)
+                self._training.print_line(line)
         self.__exit__(None, None, None)
 
     def fail(self, error: BaseException) -> None:

@@ -53,6 +53,7 @@ def _inside(module: nn.Module) -> nn.Module:
 
 class LoopTraining(Training):
     base_phase = "forward"
+    is_own_loop = True
     choices: Mapping[str, Any] = {}
     hooks: Mapping[str, str] = {}
     loaders = None
@@ -133,8 +134,9 @@ class TrainingRun(FollowedRun):
     """Record your own training loop, or verify it bit for bit against a recorded run, without Lightning.
 
     The run is a ``with`` block, and so is each step. The phase of a step is ``forward`` until a
-    backward pass begins, ``gradient`` after it until a module is called, and ``optimizer`` in an
-    optimizer's step. The loss is the tensor whose ``backward`` you call. It changes no bits of the
+    backward pass begins, ``gradient`` after it, ``optimizer`` in an optimizer's step, and ``other``
+    after that; a call of a module begins ``forward`` again. The loss is the tensor whose ``backward``
+    you call. It changes no bits of the
     training, and costs the same as ``DeterminismCallback``.
 
     Each ``with`` block is a fit, like a call of ``Trainer.fit``. Under ``torch.distributed`` all
@@ -296,7 +298,10 @@ class TrainingRun(FollowedRun):
         training.begin_loader(loader)
         training.begin_iteration()
         try:
-            yield from training.drawn(iter(loader))
+            for batch in training.drawn(iter(loader)):
+                yield batch
+                if self._is_in_step:  # an accumulation that draws its batches within a step
+                    self._hooks.end_gradients()
             hooks.mark("epoch end")
         finally:
             self._group.set_place("between")  # a long validation or save may follow
@@ -400,7 +405,7 @@ class TrainingRun(FollowedRun):
             result = backward(tensors, *args, **kwargs)
             if is_followed:
                 self._hooks.mark("after backward")
-                self._hooks.begin_gradients(is_until_module=True)
+                self._hooks.begin_gradients()
             return result
 
         return followed

@@ -99,7 +99,12 @@ class TorchSteps:
         known.draws.waiting.clear()
         if self._run is not None:
             self._run.mark_iteration(known)
-        iterator = iterate(loader)
+            self._run.begin_loading()
+        try:
+            iterator = iterate(loader)
+        finally:
+            if self._run is not None:
+                self._run.end_loading()
         self._loader_of[iterator] = known
         return iterator
 
@@ -114,13 +119,19 @@ class TorchSteps:
         self._drawn = known
         if self._run is not None:
             self._run.mark_draw(known)
+            self._run.begin_loading()
         try:
             batch = draw(iterator)
         except StopIteration:
             if self._run is not None:
                 self._run.mark_epoch_end(known)
             raise
+        finally:
+            if self._run is not None:
+                self._run.end_loading()
         known.draws.add(batch)
+        if self._run is not None:
+            self._run.count_batch(known)
         return batch
 
     def _enter_inference(self, enter: Callable[[Any], None], context: Any) -> None:

@@ -64,15 +64,26 @@ def recorded_call_line(call: str, *, path: str, num_metrics: int) -> str:
     return f"det_callbacks: recorded {count(num_metrics, 'metric')} of {call} in {path}"
 
 
-def nothing_recorded_text(*, path: Path, selected: str) -> str:
-    """Return the error of a fit without a recorded step; ``selected`` is "" for a resumed one."""
-    if selected:
-        return (
-            f"The fit recorded nothing in {path}, because it ran no step that {selected} selects. Select a step that "
-            "the fit reaches."
-        )
-    done = f"The checkpoint is from a finished run, so there was no step to train, and {path} is unchanged"
-    return f"{done}. Resume from an earlier checkpoint, or train longer (max_epochs, max_steps)."
+def nothing_recorded_text(*, path: Path, selected: str, is_resumed: bool) -> str:
+    """Return the error of a fit without a recorded step; ``selected`` is "" if all steps are recorded."""
+    if is_resumed:
+        done = f"The checkpoint is from a finished run, so there was no step to train, and {path} is unchanged"
+        return f"{done}. Resume from an earlier checkpoint, or train longer."
+    if not selected:
+        return f"The fit had no step, so nothing was recorded in {path}. Check that its loader returns batches."
+    return (
+        f"The fit recorded nothing in {path}, because it ran no step that {selected} selects. Select a step that the "
+        "fit reaches."
+    )
+
+
+def no_update_line(*, num_batches: int, model: str, optimizers: str) -> str:
+    """Return the line on the end of a followed training, after its last update; 0 batches if it has no loader."""
+    if not num_batches:
+        what = f"the last call of {model}"
+    else:
+        what = "the last batch" if num_batches == 1 else f"the last {num_batches:,} batches"
+    return f"det_callbacks: not in the run: {what}, after which {optimizers} did not step"
 
 
 def verified_line(verdict: Verdict, *, level: str, report: Path | None = None) -> str:

@@ -17,10 +17,11 @@ from det_callbacks.errors import WriteError
 
 ANOTHER_FOLDER: Mapping[str, str] = {
     # purpose of a run -> what names another folder
-    "record": "record to another folder (reference of DeterminismCallback, RUN of det-callbacks record)",
-    "verify": "pass another folder for the results (current of DeterminismCallback, --current of det-callbacks "
-    "verify, --to of det-callbacks check)",
-    "audit": "pass another folder for the results (current of DeterminismCallback)",
+    "record": "record to another folder (reference of DeterminismCallback or TrainingRun, name of ObserverContext, RUN "
+    "of det-callbacks record)",
+    "verify": "pass another folder for the results (current of DeterminismCallback or TrainingRun, name of "
+    "ObserverContext, --current of det-callbacks verify, --to of det-callbacks check)",
+    "audit": "pass another folder for the results (current of DeterminismCallback or TrainingRun)",
 }
 _ANY_FOLDER = (
     "pass another folder (reference or current of DeterminismCallback; RUN of det-callbacks record, --current of "

@@ -49,7 +49,7 @@ class Manifest:
     settings: Mapping[str, Any] = field(default_factory=dict)
     replay: tuple[str, ...] = ()
     keep_tensors: tuple[str, ...] = ()
-    recorded_by: str = ""
+    recorded_by: str = ""  # "ObserverContext", or "" for a training
     run_id: str
     purpose: Purpose = "record"
     world_size: Count = 1

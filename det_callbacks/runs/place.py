@@ -15,6 +15,8 @@ from det_callbacks.runs.store import Run
 # replacement moves to its place. After a kill, the name says what is left to do.
 REPLACEMENT, COMPLETE, MOVING = ".replacement", ".complete", ".moving"
 
+HOW_TO_CONTINUE = "Lightning: ckpt_path, Hugging Face: resume_from_checkpoint, TrainingRun: resume_from"
+
 DISAGREEMENT = ".disagreement"  # folder with what a resumed recording found different, until the recording ends
 
 _OUR_NAME = re.compile(
@@ -39,16 +41,23 @@ def make_room(path: Path, *, purpose: Purpose = "record", overwrite: bool = Fals
         return path
     if purpose == "record" and not overwrite and (reason := _incomplete_reason(path)) is not None:
         raise RunExistsError(
-            f"{path} holds an incomplete run: {reason} Nothing was changed. Continue it from a checkpoint (a Trainer: "
-            "ckpt_path, TrainingRun: resume_from), replace it with overwrite=True (det-callbacks record: --overwrite), "
-            "or record to another folder.",
+            f"{path} holds an incomplete run: {reason} Nothing was changed. Continue it from a checkpoint "
+            f"({HOW_TO_CONTINUE}), replace it with overwrite=True (det-callbacks record: --overwrite), or record to "
+            "another folder.",
             str(path),
         )
-    if purpose == "verify" or not overwrite:
+    names = ", ".join(child.name for child in present[:4])
+    if purpose == "verify":
         raise RunExistsError(
-            f"{path} already holds a run ({', '.join(child.name for child in present[:4])}). Nothing was changed. "
-            "Record to another folder, replace the run with overwrite=True (det-callbacks record: --overwrite), or "
-            'verify against it (DeterminismCallback: mode="verify", ObserverContext: reference=...).',
+            f"{path} already holds a run ({names}), and a verification replaces only another verification. Nothing was "
+            f"changed. To verify, {ANOTHER_FOLDER[purpose]}.",
+            str(path),
+        )
+    if not overwrite:
+        raise RunExistsError(
+            f"{path} already holds a run ({names}). Nothing was changed. Record to another folder, replace the run "
+            "with overwrite=True (det-callbacks record: --overwrite), or verify against it (DeterminismCallback and "
+            'TrainingRun: mode="verify", ObserverContext: reference=...).',
             str(path),
         )
     beside = path / REPLACEMENT

@@ -24,7 +24,7 @@ class RankRun:
 
     def __init__(self, rank: int, files: Sequence[StreamFile]) -> None:
         self.rank = rank
-        self._files = files
+        self.files = files  # one for each fit of each attempt
         self._fits: dict[int, Fit] = {}
         self._steps: dict[int, np.ndarray] = {}
         for index, file in enumerate(files):
@@ -51,7 +51,7 @@ class RankRun:
     @property
     def num_bytes(self) -> int:
         """Size of the files that steps are read from."""
-        return sum(file.num_bytes for file in self._files)
+        return sum(file.num_bytes for file in self.files)
 
     def fit(self, segment: int) -> Fit:
         """Return the table of the steps of a fit; empty for an unknown fit."""
@@ -81,7 +81,7 @@ class RankRun:
 
     def check_steps(self) -> None:
         """Check every step against the chains, including steps that a later attempt recorded again."""
-        for file in self._files:
+        for file in self.files:
             file.check_steps()
 
     def iterate(self) -> Iterator[StepRecord]:
@@ -93,7 +93,7 @@ class RankRun:
     def _place(self, segment: int, step: int) -> tuple[StreamFile, int]:
         # as a tuple: reading an attribute of a record takes microseconds
         _, _, _, file, position, *_ = self._fits[segment].item(self._index(segment, step))
-        return self._files[file], position
+        return self.files[file], position
 
     def _index(self, segment: int, step: int) -> int:
         steps = self._steps[segment]
@@ -188,11 +188,6 @@ class Run:
             unseen, checked = read_checked(stream, run_id, step, len(program))
         values = partial(self._values, stream, run_id)
         return StepView(rank, record, program, layout, unseen, values, checked)
-
-    def stream_paths(self, rank: int) -> Iterator[tuple[int, Path]]:
-        """Yield the fit and the path of each file of a process."""
-        for attempt, segment_in_attempt, segment in self._places():
-            yield segment, files.stream_path(self.path, rank, attempt, segment_in_attempt)
 
     def streams(self, segment: int) -> Iterator[tuple[Path, int]]:
         """Yield rank 0's files of a fit, one per attempt, each with the number of metric readings in run.json."""

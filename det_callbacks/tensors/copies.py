@@ -104,7 +104,7 @@ def require_room(path: Path, budget_mib: float) -> None:
         raise ReplayError(
             f"Nothing was recorded: with this tensor_budget_mib a step may save {budget_mib:.3g} MiB, and the disk of "
             f"{folder} has {free_mib:.3g} MiB free ({_RESERVED_MIB} MiB are left for the rest of the run). Free some "
-            "space, record elsewhere, or save fewer tensors."
+            "space, record to another disk, or pass a smaller tensor_budget_mib."
         )
 
 

@@ -87,7 +87,11 @@ class HashMode:
         self._base_phase = base_phase
         self.recorder = Recorder(selection, model)
         self._phases = OptimizerPhases(
-            self.recorder, base_phase, on_new=self.recorder.places.names.refresh, on_update=self._record_gradients
+            self.recorder,
+            base_phase,
+            on_new=self.recorder.places.names.refresh,
+            on_update=self._record_gradients,
+            on_end=lambda: self.on_updated(),
         )
         self._listener = Listener(self.recorder, self._phases)
         self.recorder.places.names.list_state = self._state
@@ -96,6 +100,7 @@ class HashMode:
         self.is_open = False
         self._samples: list[Samples] = []
         self.list_further: Callable[[], Iterable[Entry]] = tuple  # state outside model and optimizers
+        self.on_updated: Callable[[], None] = lambda: None  # called after an optimizer's update
 
     @property
     def optimizers(self) -> list[Optimizer]:

@@ -14,6 +14,7 @@ from det_callbacks.errors import DivergenceWarning, NothingComparedError
 from det_callbacks.report.closing_lines import audit_line, audit_lines
 from det_callbacks.runs.disk import ANOTHER_FOLDER, make_folder, replace_atomically, writing
 from det_callbacks.runs.peers import Peers
+from det_callbacks.trace.attribution.places import set_until_module
 from det_callbacks.trace.state.optimizers import in_phase
 from det_callbacks.training.arguments import RunArguments
 from det_callbacks.training.session import FIT, Session
@@ -50,6 +51,8 @@ class Auditing(Session):
     @override
     def attach(self, training: Training) -> None:
         training.mark_forward(partial(in_phase, self._mode.places, "forward"))
+        if training.is_own_loop:
+            self._mode.on_updated = partial(self._set_phase, "other")
 
     @override
     def begin_step(self, step: int, batch: object) -> None:
@@ -59,11 +62,15 @@ class Auditing(Session):
             self._mode.begin()
 
     @override
-    def begin_gradients(self, *, is_until_module: bool = False) -> None:
+    def begin_gradients(self) -> None:
+        self._set_phase("gradient")
+
+    def _set_phase(self, phase: str) -> None:
         places = self._mode.places
-        places.phase = "gradient"
-        if is_until_module:
-            places.modules.call_at_next(partial(setattr, places, "phase", "forward"))
+        if self._training.is_own_loop:
+            set_until_module(places, phase, places.modules)
+        else:
+            places.phase = phase
 
     @override
     def end_step(self, *_: object) -> bool:

@@ -139,8 +139,9 @@ class Recording(TracedSession):
         self._end_comparison()
         if not all(rank.num_steps or rank.num_agreed for rank in ranks):
             self._discard()
-            selected = "" if self.is_resumed else selection.shown_steps
-            raise NothingComparedError(closing_lines.nothing_recorded_text(path=self.path, selected=selected))
+            selected = "" if selection.is_every_step else selection.shown_steps
+            text = closing_lines.nothing_recorded_text(path=self.path, selected=selected, is_resumed=self.is_resumed)
+            raise NothingComparedError(text)
         self.run.close(complete=True)
         kept = [rank.kept for rank in ranks if rank.kept is not None]
         self._print_once(

@@ -24,6 +24,7 @@ from det_callbacks.tensors.files import KEPT, REPLAY, SavedStep, StepWriter
 from det_callbacks.tensors.keep import Keeper
 from det_callbacks.tensors.perturb import Perturbation
 from det_callbacks.tensors.replay import OpReplay, Replay
+from det_callbacks.trace.attribution.places import set_until_module
 from det_callbacks.trace.compiled.replaced import forget_compiled
 from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.trace.state.generators import GeneratorReader
@@ -89,9 +90,9 @@ class Session:
     def _nothing(self, *_: Any, **__: Any) -> Any:
         pass
 
-    # ``end_step`` and ``put_metrics`` return whether to stop, ``begin_gradients`` sets the phase,
+    # ``end_step`` and ``put_metrics`` return whether to stop, ``begin_gradients`` and ``end_gradients`` set the phase,
     # ``flush`` writes evidence
-    begin_step = mark = note_loss = begin_gradients = end_step = drop_step = flush = _nothing
+    begin_step = mark = note_loss = begin_gradients = end_gradients = end_step = drop_step = flush = _nothing
     # between ``pause`` and ``unpause`` ops belong to no step
     pause = unpause = _nothing
     # ``follow`` precedes the setup of the data, ``attach`` follows it; ``close`` may be called twice
@@ -179,6 +180,8 @@ class TracedSession(Session):
         self._hash_mode.list_further = training.further_state
         training.mark_forward(self._hash_mode.marks_forward)
         training.leave_out(self._hash_mode.leaves_out)
+        if training.is_own_loop:
+            self._hash_mode.on_updated = partial(self._set_phase, "other")
 
     @override
     def mark(self, point: str) -> None:
@@ -222,13 +225,22 @@ class TracedSession(Session):
         self._hash_mode.record_values("forward", loss, "loss")
 
     @override
-    def begin_gradients(self, *, is_until_module: bool = False) -> None:
+    def begin_gradients(self) -> None:
         self._evidence.note_options(self._hash_mode.optimizers)
-        recorder = self._hash_mode.recorder
-        recorder.phase = "gradient"
-        if is_until_module:
-            recorder.places.modules.call_at_next(partial(setattr, recorder, "phase", "forward"))
+        self._set_phase("gradient")
         self._optimized.measure_gradients()
+
+    @override
+    def end_gradients(self) -> None:
+        if self._hash_mode.recorder.phase == "gradient":
+            self._set_phase("other")
+
+    def _set_phase(self, phase: str) -> None:
+        recorder = self._hash_mode.recorder
+        if self._training.is_own_loop:
+            set_until_module(recorder, phase, recorder.places.modules)
+        else:
+            recorder.phase = phase
 
     @override
     def pause(self) -> None:

@@ -56,6 +56,7 @@ class Training:
     """
 
     base_phase = "other"  # phase of ops outside ``mark_forward``, a backward pass and an optimizer
+    is_own_loop = False  # whether only torch tells where passes and updates begin and end
     rank = 0
     world_size = 1
     step = -1  # the current step, from 0, or the last one

@@ -28,6 +28,7 @@ from det_callbacks.report.numerics import nonfinite_sentence
 from det_callbacks.report.sentences import code_lines, explain_match, explain_ranks, explain_whole_steps, steps_agree
 from det_callbacks.runs.environment import FOLLOWED, GENERATOR, LOST, compare_environments
 from det_callbacks.runs.metrics import read_metrics
+from det_callbacks.runs.place import HOW_TO_CONTINUE
 from det_callbacks.runs.store import Run
 from det_callbacks.text import capitalised, count, listed
 from det_callbacks.verdict import (
@@ -212,8 +213,8 @@ def require_reference(run: Run, steps: str) -> None:
     if not run.is_complete and steps == "all":
         raise ReferenceFormatError(
             f"The reference {run.path} is incomplete: {run.incomplete_reason} Continue the recording from a "
-            'checkpoint (mode="record", ckpt_path), record it again, or compare the steps that it has with '
-            'steps="common" (det-callbacks diff --steps common).',
+            f'checkpoint (mode="record"; {HOW_TO_CONTINUE}), record it again, or compare the steps that it has with '
+            'steps="common" (det-callbacks: --steps common).',
             str(run.path),
         )
 

@@ -21,6 +21,7 @@ PROGRAM = "584df17145d3b743"
 SITES = "0088c3e938de2d27"
 LAYOUT = "9d790b2ff43dcaba"
 STREAMS = ("attempt-000.arrows", "attempt-000.segment-001.arrows")
+EVIDENCE = tuple(name.replace(".arrows", ".evidence.arrows") for name in STREAMS)
 RUN_JSON = """
     format_version digest_version det_callbacks_version run_id purpose world_size attempts selection environment
     settings replay keep_tensors recorded_by
@@ -70,7 +71,7 @@ def test_the_names_in_the_folder_and_no_pickle(run):
         f"layouts/{LAYOUT}.parquet": b"PAR1",
         f"programs/{PROGRAM}.parquet": b"PAR1",
         f"sites/{SITES}.parquet": b"PAR1",
-        **{f"rank-00000/{name}": b"\xff\xff\xff\xff" for name in STREAMS},
+        **{f"rank-00000/{name}": b"\xff\xff\xff\xff" for name in (*STREAMS, *EVIDENCE)},
         "run.json": b'{\n "',
     }
 

@@ -127,6 +127,20 @@ def accumulation() -> None:
             inputs, labels = ahead
 
 
+def uneven() -> None:
+    """Five batches, two a step, and a last one without an update; the weights are averaged after each update."""
+    mean = [parameter.detach().clone() for parameter in model.parameters()]
+    for number, (inputs, labels) in enumerate(DataLoader(samples, batch_size=5, shuffle=True)):
+        plant()
+        cross_entropy(model(inputs * 2), labels).backward()
+        if number % 2:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            for average, parameter in zip(mean, model.parameters(), strict=True):
+                average.lerp_(parameter.detach(), 0.2 if "average" in WORDS else 0.1)
+
+
 def gan() -> None:
     critic = Critic()
     second = torch.optim.SGD(critic.parameters(), lr=0.1)
@@ -166,6 +180,11 @@ def scaler() -> None:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
+
+
+def called_at_the_end() -> None:
+    without_loader()
+    model(samples.tensors[0])
 
 
 def closure() -> None:

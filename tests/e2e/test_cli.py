@@ -171,6 +171,10 @@ def test_ops_lists_what_torch_says_and_what_a_run_uses(command):
     [
         ("show nowhere --json", "There is no run in "),
         ("ops --used-by nowhere --json", "There is no run in "),
+        ("diff reference nowhere --json", "There is no run in "),
+        ("findings nowhere --json", "There is no run in "),
+        ("doctor --json --against nowhere", "There is no run in "),
+        ("check-checkpoint nowhere --json", "There is no checkpoint "),
         ("diff reference state", "were recorded with different arguments (level: 'op' and 'state')"),
         ("show reference --step 4", "has no step 4 of segment 0, rank 0; it has 4 steps from 0 to 3 there."),
         ("show reference --segment 1 --step 0", "has no step 0 of segment 1, rank 0; it has no steps there."),

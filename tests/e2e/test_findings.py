@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 from trainers import LIGHTNING_ADVICE, quiet_trainer
 
-from det_callbacks import DeterminismCallback, SelectionError, compare_runs
+from det_callbacks import DeterminismCallback, ObserverContext, SelectionError, compare_runs, observe
 from det_callbacks.cli import main
 from det_callbacks.findings.table import RULES, find_findings
 from det_callbacks.runs.store import Run
@@ -453,6 +453,23 @@ def test_a_run_that_cannot_be_read_has_no_findings(repeating, tmp_path, capsys):
     verdict = compare_runs(repeating, damaged)
     assert (verdict.verdict, verdict.findings) == ("match", ())
     assert "findings of the current run cannot be read" in verdict.evidence[-1]
+
+
+def test_findings_need_the_evidence_that_a_complete_training_recorded(repeating, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(repeating, run)
+    evidence, stream = run / "rank-00000/attempt-000.evidence.arrows", run / "rank-00000/attempt-000.arrows"
+    evidence.unlink()
+    assert main(["findings", str(run)]) == 2
+    assert f"{evidence} is damaged: it is missing" in capsys.readouterr().err
+    # a killed process may have written none
+    stream.write_bytes(stream.read_bytes()[:-8])
+    assert main(["findings", str(run)]) == 0
+    assert "may lack evidence" in capsys.readouterr().out
+    # an ObserverContext records none
+    with ObserverContext(tmp_path, "observed"):
+        observe("x", torch.ones(2))
+    assert main(["findings", str(tmp_path / "observed")]) == 0
 
 
 def test_a_recording_ends_with_a_line_on_what_was_found(tmp_path, capsys):

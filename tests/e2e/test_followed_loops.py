@@ -114,6 +114,43 @@ def test_what_is_recorded_of_a_step(command):
     assert verdict.coverage.followed == "Net, AdamW"
 
 
+def ops_by_phase(folder: str, step: int) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for site in StoredRun.open(Path(folder)).view(0, 0, step).program.sites:
+        if site.op:
+            found.setdefault(site.phase, set()).add(site.op.split(".")[1])
+    return found
+
+
+def test_in_an_accumulation_the_gradients_end_with_a_batch_and_with_the_update(command):
+    """How a batch is loaded is in no step, whether workers load it or the process itself."""
+    assert command("record", "run", "uneven").status == 0
+    ops = ops_by_phase("run", 1)
+    assert {op for of_phase in ops.values() for op in of_phase}.isdisjoint({"randperm", "random_"})
+    assert ops["other"] == {"mul", "lerp_"}
+    assert "clamp" in ops["gradient"]
+    assert command("verify", "run", "--current", "other", "--", "uneven", "average").status == 1
+    verdict = compare_runs("run", "other/run")
+    assert (verdict.cause, verdict.first_divergence.phase) == ("unknown", "other")
+    assert verdict.first_divergence.op == "aten.lerp_.Scalar"
+    done = command("check", "--vary", "workers", "--", "uneven")
+    assert (done.status, "2 instead of 0" in done.text) == (0, True), done.text
+
+
+@pytest.mark.parametrize(
+    ("style", "line"),
+    [
+        ("uneven", "not in the run: the last batch, after which AdamW did not step"),
+        ("called_at_the_end", "not in the run: the last call of Net, after which AdamW did not step"),
+    ],
+)
+def test_what_follows_the_last_update_is_not_in_the_run_and_a_line_says_so(style, line, command):
+    done = command("record", "run", style)
+    assert (done.status, done.text.count(line)) == (0, 1), done.text
+    done = command("verify", "run", style)
+    assert (done.status, done.text.count(line)) == (0, 1), done.text
+
+
 @pytest.mark.parametrize(("words", "finds"), [((), True), (("whole",), False)])
 def test_a_loader_that_each_step_restarts_is_found_unless_it_has_only_one_batch(words, finds, command, capfd):
     assert command("record", "run", "restarted", *words).status == 0

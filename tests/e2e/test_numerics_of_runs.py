@@ -16,7 +16,7 @@ from det_callbacks import compare_runs
 from det_callbacks.cli import main
 from det_callbacks.compare.nonfinite import first_nonfinite
 from det_callbacks.environment.variables import PERTURB
-from det_callbacks.errors import SelectionError
+from det_callbacks.errors import DivergenceError, SelectionError
 from det_callbacks.integrations.loop import TrainingRun
 from det_callbacks.runs.store import Run
 
@@ -133,6 +133,21 @@ def test_recordings_without_tensors_say_how_to_keep_them(recorded, tmp_path, cap
     assert "det-callbacks check --numerics --to" in capsys.readouterr().err
 
 
+def test_a_verification_is_refused_and_the_message_says_what_to_record(tmp_path, capsys):
+    torch.manual_seed(0)
+    reference = loop(tmp_path / "reference", lambda: nn.Linear(4, 2), torch.ones(3, 4))
+    options: Any = {"mode": "verify", "keep_tensors": None, "only_steps": None, "current": tmp_path / "verified"}
+    with pytest.raises(DivergenceError):
+        loop(reference, lambda: nn.Linear(4, 2), torch.zeros(3, 4), **options)
+    capsys.readouterr()
+    for paths in ((reference, tmp_path / "verified"), (tmp_path / "verified", reference)):
+        assert main(["diff", *map(str, paths), "--numerics"]) == 2
+        error = capsys.readouterr().err
+        assert f"{tmp_path / 'verified'} is a verification, which keeps only steps that differ" in error
+        assert "kept no tensors" not in error
+        assert "det-callbacks record RUN --only-steps 0 --keep '*' -- python train.py" in error
+
+
 # loops of our own
 
 
@@ -141,7 +156,7 @@ def loop(folder: Path, model: Callable[[], nn.Module], inputs: torch.Tensor, **o
     torch.manual_seed(0)
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    run = TrainingRun(folder, mode="record", model=net, optimizers=[optimizer], **{**ALL, **options})
+    run = TrainingRun(folder, model=net, optimizers=[optimizer], **{"mode": "record", **ALL, **options})
     with run, run.step(inputs):
         loss = net(inputs).float().square().mean()
         loss.backward()

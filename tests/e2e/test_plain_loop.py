@@ -1,6 +1,5 @@
 """TrainingRun: loops of one's own are recorded and verified, and misuse says what to do."""
 
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -83,33 +82,6 @@ def test_each_style_trains_as_without_a_run_and_repeats(style, tmp_path):
         assert torch.equal(tensor, traced.model.state_dict()[name]), name
     _, run = train(make, tmp_path / "run", current=tmp_path / "current", epochs=2)
     assert (run.verdict.verdict, run.verdict.counts.steps_compared) == ("match", 2 * STEPS)
-
-
-def phases(folder: Path, step: int = 1) -> dict[str, Counter[str]]:
-    found: dict[str, Counter[str]] = {}
-    for site in Run.open(folder).view(0, 0, step).program.sites:
-        if site.role == "output" and not site.output:
-            found.setdefault(site.phase, Counter())[site.op.split(".")[1] if site.op else site.name or ""] += 1
-    return found
-
-
-def test_phases_are_told_by_torch_and_the_loss_is_what_backward_is_called_on(tmp_path):
-    for style in ("clipped", "adversarial", "closure", "scaled"):
-        train(STYLES[style], tmp_path / style, mode="record")
-    clipped = phases(tmp_path / "clipped")
-    # of both parts, and the clipping is neither forward nor optimizer
-    assert clipped["forward"]["nll_loss_forward"] == clipped["backward"]["nll_loss_backward"] == 2
-    assert {"linalg_vector_norm", "_foreach_norm"} & clipped["gradient"].keys()
-    assert "addmm" not in clipped["gradient"]
-    assert "addcdiv_" in clipped["optimizer"]
-    adversarial = phases(tmp_path / "adversarial")
-    assert adversarial["forward"]["addmm"] == 5
-    assert set(adversarial["optimizer"]) == {"add_"}
-    assert phases(tmp_path / "closure")["forward"]["nll_loss_forward"] >= 2
-    scaled = phases(tmp_path / "scaled")
-    assert any("unscale" in op for op in scaled["gradient"])
-    names = [site.name for site in Run.open(tmp_path / "scaled").view(0, 0, 1).program.sites]
-    assert (names.count("loss"), "grad of last.bias" in names, "exp_avg of last.bias" in names) == (1, True, True)
 
 
 def test_a_weight_that_something_else_wrote_and_another_order_of_the_data_are_named(reference, tmp_path):
@@ -358,6 +330,23 @@ def test_misuse_says_what_to_do(reference, tmp_path):
     with pytest.raises(NothingComparedError), new():
         pass
     Loop().run()  # nothing is left that would refuse it
+
+
+def test_each_refusal_advises_what_this_run_has(reference, tmp_path):
+    """A verification has no ``overwrite``, and a loop without a step no other steps to select."""
+    train(Loop, tmp_path / "other", mode="record")
+    with pytest.raises(RunExistsError) as caught:
+        train(Loop, reference, current=tmp_path / "other")
+    assert "pass another folder for the results (current of DeterminismCallback or TrainingRun" in str(caught.value)
+    assert "overwrite" not in str(caught.value)
+    loop = Loop()
+    arguments = {"mode": "record", "model": loop.model, "optimizers": loop.optimizers}
+    for more, says in (
+        ({}, "The fit had no step, so nothing was recorded in .* Check that its loader returns batches"),
+        ({"every_n_steps": 2}, "no step that every_n_steps=2 selects"),
+    ):
+        with pytest.raises(NothingComparedError, match=says), TrainingRun(tmp_path / "none", **arguments, **more):
+            pass
 
 
 def test_within_a_fit_with_the_callback_it_is_refused(tmp_path):

@@ -222,6 +222,9 @@ def test_a_run_is_left_alone_unless_asked_and_only_our_own_names_are_deleted(tmp
     with pytest.raises(RunExistsError, match="Nothing was changed") as caught:
         make_room(run)
     assert all(word in str(caught.value) for word in (str(run), "overwrite=True", "another folder", "verify"))
+    with pytest.raises(RunExistsError, match=r"To verify, pass another folder for the results \(current of") as caught:
+        make_room(run, purpose="verify")
+    assert "overwrite" not in str(caught.value)
     assert contents() == before
     write_manifest(make_room(run, overwrite=True), manifest_with())
     put_in_place(run)

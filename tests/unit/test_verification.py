@@ -46,6 +46,8 @@ def test_the_verdict_is_that_of_two_recordings(tmp_path_factory, ours, theirs, i
         return
     found = live.finish()
     require_one_verdict(found, reference, folder / "verified")
+    # the recording has no evidence, from which to read findings; a verification needs none
+    expected["evidence"] = [line for line in expected["evidence"] if "findings of the current run" not in line]
     names = {"current": ""}
     assert found.to_dict() | names == expected | names
 

@@ -1,6 +1,7 @@
 """Determines the phase and module of an op, and whether the op is recorded."""
 
 from collections.abc import Iterable
+from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -13,6 +14,12 @@ from det_callbacks.trace.attribution.backward import BackwardMap
 from det_callbacks.trace.attribution.modules import ModuleCalls, ModuleStack
 from det_callbacks.trace.attribution.tensor_names import NameTable
 from det_callbacks.trace.op.call_graph import OpScope
+
+
+def set_until_module(owner: Any, phase: str, modules: ModuleStack) -> None:
+    """Set the phase of a user's own loop: a call of a module begins phase forward."""
+    owner.phase = phase
+    modules.call_at_next(partial(setattr, owner, "phase", "forward"))
 
 
 class Places:

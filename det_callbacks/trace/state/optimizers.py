@@ -19,13 +19,15 @@ from det_callbacks.trace.dispatch import runs_uncompiled
 class OptimizerPhases:
     """Sets the ``phase`` of its owner around optimizer updates while open, and remembers the optimizers.
 
-    It calls ``on_new`` for each new optimizer, and ``on_update`` with the gradients before an update.
+    It calls ``on_new`` for each new optimizer, ``on_update`` with the gradients before an update, and ``on_end`` after
+    an update that is not part of another.
     """
 
     owner: Any
     closure_phase: str
     on_new: Callable[[], None] = lambda: None
     on_update: Callable[[Optimizer], None] = lambda optimizer: None
+    on_end: Callable[[], None] = lambda: None
     seen: list[Optimizer] = field(default_factory=list)
     _outer: list[str] = field(default_factory=list)
     _handles: list[RemovableHandle] = field(default_factory=list)
@@ -67,8 +69,10 @@ class OptimizerPhases:
 
     @runs_uncompiled
     def _after(self, _optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
-        if self._outer:
+        if self._outer:  # empty if the step began in a closure
             self.owner.phase = self._outer.pop()
+        if not self._outer:
+            self.on_end()
 
 
 def in_phase(owner: Any, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -106,8 +106,9 @@ class NondeterministicOps:
         if mode == "error" and not is_allowed:
             where = f"{module}:{op}" if module not in ("", "?") else op
             raise NondeterministicOpError(
-                f"{words} Use a different op there, or allow this one: "
-                f"DeterminismSettings(allow=({where!r},)), in Hydra 'determinism.settings.allow=[\"{where}\"]'.",
+                f"{words} Use a different op there, or allow this one in the settings of DeterminismCallback or "
+                f"TrainingRun: DeterminismSettings(allow=({where!r},)), in Hydra "
+                f"'determinism.settings.allow=[\"{where}\"]'.",
                 op,
                 module,
             ) from error

@@ -158,7 +158,7 @@ class Resuming:
         self._pending = None
         raise NotResumableError(
             f"{self._path} cannot be resumed to the same run: {'; '.join(problems)}. Resume from another checkpoint, "
-            'or with resume="plain": Lightning\'s resume, which may give different bits.',
+            'or with DeterminismCallback(..., resume="plain"): Lightning\'s resume, which may give different bits.',
             problems,
         )
 
