@@ -122,18 +122,14 @@ class FollowedLoop(TrainingRun):
         if self._is_open and drawn is self._drawn:
             self._training.begin_draw()
 
-    def count_batch(self, drawn: DrawnLoader) -> None:
-        if drawn is self._drawn:
-            self._num_batches += 1
-
-    def begin_loading(self) -> None:
-        """Record no ops while a batch is loaded, which belongs to no step: worker processes may load it."""
-        if self._is_in_step:
-            self._hooks.end_gradients()
-            self._hooks.pause()
-
-    def end_loading(self) -> None:
-        self._hooks.unpause()
+    def add_batch(self, drawn: DrawnLoader) -> None:
+        """Count a batch that a loader returned; one within a step belongs to it, unless it was loaded ahead."""
+        if drawn is not self._drawn:
+            return
+        self._num_batches += 1
+        waiting, num_ahead = drawn.draws.waiting, self._training.num_drawn_ahead
+        if self._is_in_step and len(waiting) > num_ahead:
+            self._hooks.add_batch(waiting[-1 - num_ahead][0])
 
     def end_step(self) -> None:
         self._num_steps += 1

@@ -123,6 +123,7 @@ class LoopTraining(Training):
 
 
 _LOADER = "train_dataloader"
+_NO_BATCH: Any = object()
 
 
 def _unrecorded(method: Callable[..., Any], *args: Any) -> None:
@@ -136,8 +137,7 @@ class TrainingRun(FollowedRun):
     The run is a ``with`` block, and so is each step. The phase of a step is ``forward`` until a
     backward pass begins, ``gradient`` after it, ``optimizer`` in an optimizer's step, and ``other``
     after that; a call of a module begins ``forward`` again. The loss is the tensor whose ``backward``
-    you call. It changes no bits of the
-    training, and costs the same as ``DeterminismCallback``.
+    you call. It changes no bits of the training, and costs the same as ``DeterminismCallback``.
 
     Each ``with`` block is a fit, like a call of ``Trainer.fit``. Under ``torch.distributed`` all
     processes must enter and leave the block together.
@@ -298,13 +298,28 @@ class TrainingRun(FollowedRun):
         training.begin_loader(loader)
         training.begin_iteration()
         try:
-            for batch in training.drawn(iter(loader)):
-                yield batch
+            with self.loading():
+                batches = training.drawn(iter(loader))
+            while True:
+                with self.loading():
+                    batch = next(batches, _NO_BATCH)
+                if batch is _NO_BATCH:
+                    break
                 if self._is_in_step:  # an accumulation that draws its batches within a step
-                    self._hooks.end_gradients()
+                    self._hooks.add_batch(batch)
+                yield batch
             hooks.mark("epoch end")
         finally:
             self._group.set_place("between")  # a long validation or save may follow
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Record no ops while a batch is loaded within a step: worker processes may load it, unseen by any step."""
+        self._hooks.pause()
+        try:
+            yield
+        finally:
+            self._hooks.unpause()
 
     @contextmanager
     def step(self, batch: Any = None) -> Iterator[None]:

@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from multiprocessing.util import Finalize
 from threading import get_ident, main_thread
@@ -99,12 +99,8 @@ class TorchSteps:
         known.draws.waiting.clear()
         if self._run is not None:
             self._run.mark_iteration(known)
-            self._run.begin_loading()
-        try:
+        with self._loading():
             iterator = iterate(loader)
-        finally:
-            if self._run is not None:
-                self._run.end_loading()
         self._loader_of[iterator] = known
         return iterator
 
@@ -119,20 +115,21 @@ class TorchSteps:
         self._drawn = known
         if self._run is not None:
             self._run.mark_draw(known)
-            self._run.begin_loading()
         try:
-            batch = draw(iterator)
+            with self._loading():
+                batch = draw(iterator)
         except StopIteration:
             if self._run is not None:
                 self._run.mark_epoch_end(known)
             raise
-        finally:
-            if self._run is not None:
-                self._run.end_loading()
         known.draws.add(batch)
         if self._run is not None:
-            self._run.count_batch(known)
+            with self._failing_once():
+                self._run.add_batch(known)
         return batch
+
+    def _loading(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._run is None else self._run.loading()
 
     def _enter_inference(self, enter: Callable[[Any], None], context: Any) -> None:
         if not self._is_elsewhere():

@@ -99,6 +99,7 @@ class HashMode:
         self._by_shape: dict[torch.Size, list[tuple[str, Tensor]]] = {}
         self.is_open = False
         self._samples: list[Samples] = []
+        self._num_batches = 0  # of the step under way
         self.list_further: Callable[[], Iterable[Entry]] = tuple  # state outside model and optimizers
         self.on_updated: Callable[[], None] = lambda: None  # called after an optimizer's update
 
@@ -146,7 +147,10 @@ class HashMode:
                 recorder.named.record_group("initial state", "state", self._state(), is_writer=True)
             if further := list(self.list_further()):
                 recorder.named.record_group("further state", "state", further, owner="", is_writer=True)
-            self._samples = [] if batch is None else record_batch(recorder.step, recorder.named, batch)
+            self._samples = []
+            self._num_batches = 0 if batch is None else 1
+            if batch is not None:
+                record_batch(recorder.step, recorder.named, batch, self._samples)
             recorder.named.record_generators()
             self.is_open = True
             if self.selection.level != "state":
@@ -183,6 +187,14 @@ class HashMode:
         if self.is_open:
             self._leave()
         self.recorder.abandon()
+
+    def add_batch(self, batch: Any) -> None:
+        """Record a batch that is loaded within the step, such as the second of an accumulation: "batch 2"."""
+        if self.is_open:
+            self._num_batches += 1
+            with self.recorder.step.lock:
+                step, named = self.recorder.step, self.recorder.named
+                record_batch(step, named, batch, self._samples, f"batch {self._num_batches}")
 
     def record_values(self, phase: str, values: Any, name: str) -> None:
         """Record the tensors and numbers of a nested structure, such as the loss, at this point in the step."""

@@ -32,6 +32,7 @@ class Evidence(Ledger, LoaderFollower):
         super().__init__(reader)
         self._training = training
         self._draws = Draws()
+        self._indices: list[dict[str, Any]] = []  # of each batch of the step, by loader
         if NUM_WORKERS in os.environ and training.loaders is not None:
             set_workers([], os.environ[NUM_WORKERS])  # raises: iteration has begun
         if not is_resumed:
@@ -96,19 +97,10 @@ class Evidence(Ledger, LoaderFollower):
     def begin_step(self, batch: Any) -> None:
         """Note how the batch of a training step was loaded, after its trace has begun."""
         self.mark("batch start", with_seeds=True)
-        waiting = self._draws.waiting
-        last = len(waiting) - self._training.num_drawn_ahead
-        first = last - self._training.num_batches
-        if first < 0:
+        drawn = self._last_drawn(self._training.num_batches)
+        self._indices = [indices for _, indices in drawn]
+        if not drawn:
             return
-        drawn = [waiting[place] for place in range(first, last)]
-        for loader in drawn[0][1]:
-            parts = [_whole_numbers(indices_by_loader.get(loader)) for _, indices_by_loader in drawn]
-            if None not in parts:
-                indices = [number for part in parts for number in part or ()]
-                shown = json.dumps(indices[:MAX_INDICES])
-                self.note(BATCH, f"{INDICES}{loader}", _digest_numbers(indices), shown)
-                self.note(BATCH, f"sorted indices of {loader}", _digest_numbers(sorted(indices)))
         # the loader's tensors, if the training step gets others: moved, or transformed
         loaded = drawn[0][0] if len(drawn) == 1 else [one for one, _ in drawn]
         given = {id(value) for _, value in flatten(batch, "batch", is_whole=True)}
@@ -116,6 +108,28 @@ class Evidence(Ledger, LoaderFollower):
             for name, value in flatten(loaded, "batch", is_whole=True):
                 if isinstance(value, Tensor) and id(value) not in given and holds_data(value):
                     self.note_tensor(BATCH, f"{name} as loaded", value)
+
+    def add_batch(self) -> None:
+        """Note that the step under way got the batch that was loaded last."""
+        if self._indices:
+            self._indices += [indices for _, indices in self._last_drawn(1)]
+
+    def end_step(self) -> None:
+        """Note which samples the batches of the step hold, in the order in which samplers drew them."""
+        for loader in self._indices[0] if self._indices else ():
+            parts = [_whole_numbers(of_batch.get(loader)) for of_batch in self._indices]
+            if None not in parts:
+                indices = [number for part in parts for number in part or ()]
+                shown = json.dumps(indices[:MAX_INDICES])
+                self.note(BATCH, f"{INDICES}{loader}", _digest_numbers(indices), shown)
+                self.note(BATCH, f"sorted indices of {loader}", _digest_numbers(sorted(indices)))
+        self._indices = []
+
+    def _last_drawn(self, number: int) -> list[tuple[Any, dict[str, Any]]]:
+        """Return the last batches that the training got, with their indices by loader; [] if they are unknown."""
+        waiting = self._draws.waiting
+        last = len(waiting) - self._training.num_drawn_ahead
+        return [waiting[place] for place in range(last - number, last)] if last >= number else []
 
 
 def _digest_numbers(numbers: list[int]) -> int:

@@ -90,9 +90,9 @@ class Session:
     def _nothing(self, *_: Any, **__: Any) -> Any:
         pass
 
-    # ``end_step`` and ``put_metrics`` return whether to stop, ``begin_gradients`` and ``end_gradients`` set the phase,
-    # ``flush`` writes evidence
-    begin_step = mark = note_loss = begin_gradients = end_gradients = end_step = drop_step = flush = _nothing
+    # ``end_step`` and ``put_metrics`` return whether to stop, ``begin_gradients`` sets the phase, ``add_batch`` records
+    # another batch of a step, ``flush`` writes evidence
+    begin_step = mark = note_loss = begin_gradients = add_batch = end_step = drop_step = flush = _nothing
     # between ``pause`` and ``unpause`` ops belong to no step
     pause = unpause = _nothing
     # ``follow`` precedes the setup of the data, ``attach`` follows it; ``close`` may be called twice
@@ -231,9 +231,11 @@ class TracedSession(Session):
         self._optimized.measure_gradients()
 
     @override
-    def end_gradients(self) -> None:
+    def add_batch(self, batch: Any) -> None:
         if self._hash_mode.recorder.phase == "gradient":
             self._set_phase("other")
+        self._hash_mode.add_batch(batch)
+        self._evidence.add_batch()
 
     def _set_phase(self, phase: str) -> None:
         recorder = self._hash_mode.recorder
@@ -253,6 +255,7 @@ class TracedSession(Session):
     @override
     def end_step(self, step: int, epoch: int, outputs: Any) -> bool:
         self.mark("batch end")
+        self._evidence.end_step()
         self._optimized.end_step()
         if not self._hash_mode.is_open:
             self.flush(step)

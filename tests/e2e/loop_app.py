@@ -130,7 +130,8 @@ def accumulation() -> None:
 def uneven() -> None:
     """Five batches, two a step, and a last one without an update; the weights are averaged after each update."""
     mean = [parameter.detach().clone() for parameter in model.parameters()]
-    for number, (inputs, labels) in enumerate(DataLoader(samples, batch_size=5, shuffle=True)):
+    order = [*range(6), 7, 6, *range(8, 24)] if "swapped" in WORDS else range(24)
+    for number, (inputs, labels) in enumerate(DataLoader(samples, batch_size=5, sampler=order)):
         plant()
         cross_entropy(model(inputs * 2), labels).backward()
         if number % 2:

@@ -123,16 +123,22 @@ def ops_by_phase(folder: str, step: int) -> dict[str, set[str]]:
 
 
 def test_in_an_accumulation_the_gradients_end_with_a_batch_and_with_the_update(command):
-    """How a batch is loaded is in no step, whether workers load it or the process itself."""
+    """How a batch is loaded is in no step, whether workers load it or the process itself; the batch is."""
     assert command("record", "run", "uneven").status == 0
     ops = ops_by_phase("run", 1)
-    assert {op for of_phase in ops.values() for op in of_phase}.isdisjoint({"randperm", "random_"})
+    ops_of_step = [site.op for site in StoredRun.open(Path("run")).view(0, 0, 1).program.sites if site.role == "output"]
+    assert ops_of_step.count("aten.stack.default") == 1  # of the clipping
     assert ops["other"] == {"mul", "lerp_"}
     assert "clamp" in ops["gradient"]
     assert command("verify", "run", "--current", "other", "--", "uneven", "average").status == 1
     verdict = compare_runs("run", "other/run")
     assert (verdict.cause, verdict.first_divergence.phase) == ("unknown", "other")
     assert verdict.first_divergence.op == "aten.lerp_.Scalar"
+    assert command("verify", "run", "--current", "swapped", "--", "uneven", "swapped").status == 1
+    verdict = compare_runs("run", "swapped/run")
+    first = verdict.first_divergence
+    assert (verdict.cause, first.step, first.name) == ("data_order", 0, "batch 2[0]")
+    assert any("drew at [6] 6 in the reference, 7 in the current run" in line for line in verdict.evidence)
     done = command("check", "--vary", "workers", "--", "uneven")
     assert (done.status, "2 instead of 0" in done.text) == (0, True), done.text
 

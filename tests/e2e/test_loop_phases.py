@@ -60,7 +60,7 @@ def test_what_follows_an_update_is_neither_gradient_nor_forward_until_a_module_i
     assert {one.phase for one in audited.audit_report.findings if one.op == "planted.noisy_.default"} == {"other"}
 
 
-def test_a_batch_that_is_loaded_within_a_step_ends_the_gradients(tmp_path):
+def test_a_batch_that_is_loaded_within_a_step_is_recorded_and_ends_the_gradients(tmp_path):
     loop = Loop()
     with TrainingRun(tmp_path / "run", mode="record", model=loop.model, optimizers=loop.optimizers) as run:
         batches = run.batches(loop.loader)
@@ -71,5 +71,10 @@ def test_a_batch_that_is_loaded_within_a_step_ends_the_gradients(tmp_path):
                 loop.loss((inputs * 2, labels)).backward()
                 loop.optimizers[0].step()
     found = phases(tmp_path / "run", step=0)
-    assert [phase for phase in found if "stack" in found[phase]] == ["other"]
+    assert not [phase for phase in found if "stack" in found[phase]]
     assert found["other"]["mul"] == 1
+    sites = Run.open(tmp_path / "run").view(0, 0, 0).program.sites
+    assert [site.name for site in sites if (site.phase, site.role) == ("data", "named")] == [
+        *("batch[0]", "batch[1]"),
+        *("batch 2[0]", "batch 2[1]"),
+    ]

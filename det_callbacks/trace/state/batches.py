@@ -41,16 +41,15 @@ class Samples:
     num_bytes: int  # of one sample
 
 
-def record_batch(step: Step, named: NamedSites, batch: Any) -> list[Samples]:
+def record_batch(step: Step, named: NamedSites, batch: Any, found: list[Samples], name_of_batch: str = "batch") -> None:
     """Record the tensors of a batch (phase data), each of 2 to 1,024 samples with an order-independent digest of these.
 
-    Opaque objects are recorded by their type. Returns the samples of the tensors, in a list that samples on a device
-    enter when the step is settled; those of 1, 2, 4 or 8 bytes, which have no sketch, never do.
+    Opaque objects are recorded by their type. Appends the samples of the tensors to ``found``, which samples on a
+    device enter when the step is settled; those of 1, 2, 4 or 8 bytes, which have no sketch, never do.
     """
-    found: list[Samples] = []
     entries: list[Entry | DerivedEntry] = []
     unread: dict[str, str] = {}
-    for name, value in leaves(batch, "batch", is_whole=True):
+    for name, value in leaves(batch, name_of_batch, is_whole=True):
         if isinstance(value, Tensor | int | float):
             entries.append((name, value))
             if _has_samples(value):
@@ -63,7 +62,6 @@ def record_batch(step: Step, named: NamedSites, batch: Any) -> list[Samples]:
         entries.append((name, Derived(0, step.layouts.special(kind, (), UNREAD))))
         step.counts.opaque.add(f"{name} ({kind})")
     named.record_group("batch", "data", entries, owner="", is_writer=True)
-    return found
 
 
 def _has_samples(value: Any) -> TypeGuard[Tensor]:
