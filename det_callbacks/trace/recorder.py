@@ -304,8 +304,8 @@ class Recorder:
         if input_names:
             self._reads.row_edges.clear()
         step.counts.num_digested += 1
-        # only calls that may make autograd nodes: not an update's, and a backward pass's only with create_graph or where
-        # it recomputes a forward pass
+        # only calls that may make autograd nodes: not an update's, and a backward pass's only with create_graph or
+        # where it recomputes a forward pass
         if phase != "optimizer" and (phase != "backward" or _is_grad_enabled() or scope.recomputed):
             places.backward.register(node)
 
