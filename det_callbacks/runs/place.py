@@ -47,6 +47,12 @@ def make_room(path: Path, *, purpose: Purpose = "record", overwrite: bool = Fals
             str(path),
         )
     names = ", ".join(child.name for child in present[:4])
+    if not (path / MANIFEST).exists() and not _is_of_verification(path):
+        raise RunExistsError(
+            f"{path} holds {names}, which a run would replace, but no {MANIFEST}, so they may be yours. Nothing was "
+            f"changed. Move them away, or {ANOTHER_FOLDER[purpose]}.",
+            str(path),
+        )
     if purpose == "verify":
         raise RunExistsError(
             f"{path} already holds a run ({names}), and a verification replaces only another verification. Nothing was "

@@ -118,8 +118,13 @@ class Verifying(TracedSession):
             self._wait(verdict, missing, level)
             return
         self.verdict = verdict
-        report = self._report(verdict) if run.differs_anywhere else None
-        self._print_once(closing_lines.verified_line(verdict, level=level, report=report))
+
+        def tell() -> None:
+            report = self._report(verdict) if run.differs_anywhere else None
+            self._print_once(closing_lines.verified_line(verdict, level=level, report=report))
+
+        # torchrun ends all processes when the first one exits, so none may exit before rank 0 has told
+        self.peers.gather(tell, task="the report of the verdict")
         if verdict.verdict == "match":
             return
         text = verdict_of_rank(verdict, rank=self.peers.rank, world_size=self.peers.world_size)

@@ -15,13 +15,14 @@ import pytest
 from fits import Classifier, Samples
 from judged import require_one_verdict
 from lightning.pytorch.callbacks import LambdaCallback
-from processes import Ended, linked, run_ranks, run_training, train, verdict_in
+from processes import Ended, Faulty, linked, run_ranks, run_training, train, verdict_in
 from torch.utils.data import DataLoader, Subset
 from trainers import quiet_trainer
 
 from det_callbacks import DeterminismCallback, DivergenceError, ReferenceFormatError, SettingsError, compare_runs
 from det_callbacks.compare.record import record_path
 from det_callbacks.ranks import group
+from det_callbacks.report.page import write_report
 from det_callbacks.runs.store import Run
 from det_callbacks.training.fits import take_unfinished, wait
 
@@ -110,6 +111,25 @@ def test_a_judge_that_fails_is_no_match(tmp_path, monkeypatch):
     record_path(tmp_path / "current", 1).unlink()
     with pytest.raises(ReferenceFormatError, match=r"rank-00001/record\.json is missing"):
         compare_runs(tmp_path / "run", tmp_path / "current")
+
+
+def test_no_rank_leaves_before_the_report_is_written(tmp_path, monkeypatch):
+    """A launcher such as torchrun ends all processes when the first one exits."""
+    run_training("record", tmp_path)
+
+    def write_late(*args: Any, **options: Any) -> Path:
+        time.sleep(1)
+        return write_report(*args, **options)
+
+    monkeypatch.setattr("det_callbacks.training.verifying.write_report", write_late)  # for the forked processes
+
+    def body(_: int) -> None:
+        callback = DeterminismCallback(tmp_path / "run", current=tmp_path / "current")
+        with pytest.raises(DivergenceError):
+            train(callback, model=lambda: Faulty("data"))
+        assert (tmp_path / "current" / "report.html").exists()
+
+    run_ranks(body, tmp_path / "verify", status=0)
 
 
 def test_two_fits_are_verified_together_and_both_have_to_come(tmp_path):
