@@ -214,8 +214,11 @@ def _first(pattern: str, text: str | Path) -> str | None:
 
 
 def code_state() -> dict[str, Any]:
+    """Return the state of the script's repository; if it is installed, as pytest is, that of the current folder."""
     script = getattr(sys.modules.get("__main__"), "__file__", None)
-    folder = Path.cwd() if script is None else Path(script).absolute().parent
+    folder = Path.cwd()
+    if script is not None and not Path(script).absolute().is_relative_to(sys.prefix):
+        folder = Path(script).absolute().parent
     where = _ask_git(folder, "rev-parse", "HEAD", "--show-toplevel")
     if where is None:
         return {COMMIT: None, "code.is_dirty": None}

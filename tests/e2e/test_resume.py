@@ -4,6 +4,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import callbacks
@@ -83,6 +84,17 @@ def test_wherever_an_epoch_or_a_fit_ends(limit, validates, tmp_path):
         trainer.save_checkpoint(tmp_path / "after" / f"{steps}.ckpt")
         for name in ("end", "after"):
             assert resume(tmp_path, f"{name}/{steps}.ckpt", validates=validates, **limit) == (steps, 13)
+
+
+def test_hooks_of_a_new_epoch_run_again_after_a_resume(tmp_path):
+    """In one of them Lightning averages the weights."""
+
+    def averaging() -> pl.Callback:
+        return callbacks.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)
+
+    record(tmp_path, averaging(), SaveAfter(tmp_path, 7, 14, at="train_epoch_end"), max_epochs=3)
+    for after in (7, 14):  # Lightning adds an epoch for the statistics of BatchNorm
+        assert resume(tmp_path, f"{after}.ckpt", averaging(), max_epochs=3) == (after, 4 * BATCHES - 1)
 
 
 def test_a_resumed_run_can_be_resumed_once_it_has_trained(tmp_path):

@@ -286,5 +286,8 @@ def test_the_commit_of_the_program_and_the_files_that_differ(tmp_path, monkeypat
     assert code_state() == nothing, "without a script it is the working directory"
     monkeypatch.chdir(folder)
     assert changes()
+    installed = Path(sys.prefix) / "lib" / "pytest" / "__main__.py"
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__=str(installed)))
+    assert changes(), "nor with one that the environment holds"
     monkeypatch.setenv("PATH", "")
     assert code_state() == nothing, "no git"

@@ -241,7 +241,7 @@ def test_a_run_is_left_alone_unless_asked_and_only_our_own_names_are_deleted(tmp
         with pytest.raises(RunExistsError, match=name.partition("/")[0]):
             make_room(path)
         if name != "verdict.json":  # which a refused verification leaves alone in its folder
-            with pytest.raises(RunExistsError, match="no run.json, so they may be yours"):
+            with pytest.raises(RunExistsError, match=r"no run\.json, so they may be yours"):
                 make_room(path, overwrite=True)
         assert (path / name).exists()
 

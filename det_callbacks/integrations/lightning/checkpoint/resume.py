@@ -5,7 +5,7 @@ These are generators, the position in the data, accumulated gradients, and some 
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -40,6 +40,16 @@ _CHANGED = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class _Save:
+    """What a checkpoint was saved with."""
+
+    part: Part
+    states: Mapping[str, str]  # of callbacks
+    is_at_end: bool  # whether the epoch had ended
+    changed: str | None = None  # what code that does not run again after a resume has changed; None: not known yet
+
+
 class Resuming:
     """Saves and restores the state of one fit that Lightning's checkpoints omit.
 
@@ -53,8 +63,7 @@ class Resuming:
         self._buckets: buckets.Buckets = ()  # buckets of the resumed checkpoint
         self._replaced = ReplacedMethods()
         self._let_go: Callable[[], object] = lambda: None
-        # saves since the last batch: path -> part, states of callbacks, whether the epoch had ended
-        self._saved: dict[str, tuple[Part, Mapping[str, str], bool]] = {}
+        self._saved: dict[str, _Save] = {}  # since the last batch, by path
         self._path = ""
         self._pending: Part | None = None
         self._tensors: dict[str, torch.Tensor] = {}
@@ -89,7 +98,7 @@ class Resuming:
         if not problems:
             epochs: Any = self._trainer.fit_loop.epoch_progress.current
             is_at_end = is_over and epochs.started == epochs.processed
-            self._saved[path] = part, fit.saved_states(self._trainer), is_at_end
+            self._saved[path] = _Save(part, fit.saved_states(self._trainer), is_at_end)
             if fit.has_more_to_come(self._trainer):
                 part = replace(part, problems=(_ENDED,))
         write_part(Path(path), part, fit.tensors_to_save(self._trainer))
@@ -98,16 +107,21 @@ class Resuming:
     def _complete(self, *, is_end: bool = False) -> None:
         """Rewrite the parts saved since the last batch: a validation, say, may have advanced generators."""
         saved, self._saved = self._saved, {}
-        for path, (before, states, is_at_end) in saved.items():
+        for path, save in saved.items():
+            before = save.part
             # the checkpoint may be deleted; a longer fit does not end this epoch here
-            if not part_path(Path(path), before.rank).exists() or (is_end and not is_at_end):
+            if not part_path(Path(path), before.rank).exists() or (is_end and not save.is_at_end):
                 continue
             position = None if is_end else self._position
             part = self._read(before.id, is_over=before.is_epoch_over, position=position)
-            now = {**part.values, **fit.saved_states(self._trainer)}
-            if changed := _differing({**before.values, **states}, now):
+            changed = self._changed_since(save) if save.changed is None else save.changed
+            if changed:
                 part = replace(part, problems=(_CHANGED.format(changed),))
             write_part(Path(path), part, fit.tensors_to_save(self._trainer))
+
+    def _changed_since(self, save: "_Save") -> str:
+        now = {**fit.values(self._trainer), **fit.saved_states(self._trainer)}
+        return _differing({**save.part.values, **save.states}, now)
 
     def _read(self, id: str, *, is_over: bool, position: DataPosition | None, problems: tuple[str, ...] = ()) -> Part:
         trainer, ddp = self._trainer, buckets.ddp_of(self._trainer)
@@ -187,7 +201,8 @@ class Resuming:
             self._refuse(problem)
 
     def begin_epoch(self) -> None:
-        """Restore the state that the hooks of a new epoch need."""
+        """Restore the state that the hooks of a new epoch need; the same hooks run again after a resume."""
+        self._saved = {path: replace(save, changed=self._changed_since(save)) for path, save in self._saved.items()}
         # on all ranks: a killed save may leave parts of different steps
         if (state := self._pending) is not None:
             restore = partial(self._restore, state, self._tensors) if state.position is None else lambda: None
