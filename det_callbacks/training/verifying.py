@@ -1,5 +1,6 @@
 """Verifies fits against a recorded run (``mode="verify"``)."""
 
+import shlex
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -150,7 +151,9 @@ class Verifying(TracedSession):
         if verdict is not None:
             found = f"{verdict.verdict}; report: {self._report(verdict)}"
         elif self.peers.world_size > 1:
-            found += f" (det-callbacks diff {self.path} {self.run.current} shows the results of all ranks)"
+            diff = shlex.join(["det-callbacks", "diff", str(self.path), str(self.run.current)])
+            found += f". Correct the error, and verify again. To see whether a rank differed before it: {diff} "
+            found += "(exit status 2 if none did, or if a rank was killed)"
         self.print_line(f"det_callbacks: verification{self._of_rank} stopped by {reason} after {num_steps}: {found}")
 
     def _report(self, verdict: Verdict) -> Path | None:
