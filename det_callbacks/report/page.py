@@ -1,5 +1,6 @@
 """A report as one HTML file without scripts; Jinja2 escapes all text of a run."""
 
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress
@@ -37,7 +38,7 @@ def write_report(path: str | Path, verdict: Verdict, *, reference: str | Path, c
     maps, num_left_out = _build_maps(verdict, *runs)
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
-    environment.filters.update(count=count, number="{:,}".format)
+    environment.filters.update(count=count, number="{:,}".format, shell_quoted=shlex.quote)
     head, sections = head_report(verdict)[1:], details_report(verdict, lists_all=True)
     content = environment.get_template("report.html.j2").render(
         verdict=verdict, head=head, sections=sections, maps=maps, num_left_out=num_left_out

@@ -272,7 +272,7 @@ def next_lines(verdict: Verdict) -> Sequence[str]:
     paths = dict.fromkeys((verdict.reference, verdict.current))
     if first.phase == "other" and not first.op:  # a step that only one run has
         paths = dict.fromkeys([verdict.reference if first.kind == "missing" else verdict.current])
-    shown = [" ".join(["det-callbacks show", path, *step]) for path in paths]
+    shown = [" ".join(["det-callbacks show", shlex.quote(path), *step]) for path in paths]
     return [*shown, *([] if verdict.record_next is None else _record_next(verdict.record_next))]
 
 

@@ -1,6 +1,5 @@
 """Verifies fits against a recorded run (``mode="verify"``)."""
 
-import shlex
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -151,9 +150,8 @@ class Verifying(TracedSession):
         if verdict is not None:
             found = f"{verdict.verdict}; report: {self._report(verdict)}"
         elif self.peers.world_size > 1:
-            diff = shlex.join(["det-callbacks", "diff", str(self.path), str(self.run.current)])
-            found += f". Correct the error, and verify again. To see whether a rank differed before it: {diff} "
-            found += "(exit status 2 if none did, or if a rank was killed)"
+            found += ". Correct the error, and verify again. To see whether a rank differed before it: "
+            found += f"{self.run.diff_command} (exit status 2 if none did, or if a rank was killed)"
         self.print_line(f"det_callbacks: verification{self._of_rank} stopped by {reason} after {num_steps}: {found}")
 
     def _report(self, verdict: Verdict) -> Path | None:
