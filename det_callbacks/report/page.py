@@ -17,7 +17,7 @@ from det_callbacks.compare.step import compare_steps
 from det_callbacks.report.console import Table
 from det_callbacks.report.run import describe_site, describe_tensor
 from det_callbacks.report.verdict import details_report, head_report
-from det_callbacks.runs.disk import replace_atomically
+from det_callbacks.runs.disk import make_folder, replace_atomically
 from det_callbacks.runs.program import Site
 from det_callbacks.runs.store import Run
 from det_callbacks.text import count
@@ -43,6 +43,7 @@ def write_report(path: str | Path, verdict: Verdict, *, reference: str | Path, c
     content = environment.get_template("report.html.j2").render(
         verdict=verdict, head=head, sections=sections, maps=maps, num_left_out=num_left_out
     )
+    make_folder(path.parent, instead=_INSTEAD)
     replace_atomically(path, content.encode(errors="backslashreplace"), instead=_INSTEAD)
     return path
 
