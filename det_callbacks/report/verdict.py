@@ -85,7 +85,7 @@ def disagreement_text(verdict: Verdict, *, path: Path, num_agreed: int, num_drop
         f"({count(num_agreed, 'step')} before it matched). The recorded run is unchanged, without the "
         f"{count(num_dropped, 'new step')} of this attempt{where}.\n\n"
         f"{verdict.explanation if rank else verdict_lines(verdict)}\nFind what the checkpoint did not restore, or "
-        "record to another folder, or over this run with overwrite=True."
+        "record to another folder, or over this run with overwrite=True (Hydra: determinism.overwrite=true)."
     )
 
 
