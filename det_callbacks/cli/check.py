@@ -282,7 +282,9 @@ def _measure(script: Script, options: argparse.Namespace, vary: Sequence[str]) -
         )
     write_rounding(home, numerics)
     print_report([Section(), Section(lines=[rounding_sentence(numerics)]), Section()])
-    return _end("check", runs, f"; det-callbacks diff REFERENCE CURRENT --numerics --tolerance {home}")
+    return _end(
+        "check", runs, f"; det-callbacks diff REFERENCE CURRENT --numerics --tolerance {shlex.quote(str(home))}"
+    )
 
 
 def _print_outputs(runs: Sequence[CheckedRun], *, is_verbose: bool) -> None:

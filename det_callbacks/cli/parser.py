@@ -100,6 +100,12 @@ def _names(text: str) -> list[str]:
     return [name for name in text.split(",") if name]
 
 
+def _path(text: str) -> str:
+    if not text:  # Path("") is the working directory
+        raise argparse.ArgumentTypeError("must be a path; got '' (is a variable of your shell unset?)")
+    return text
+
+
 def _number(text: str) -> int:
     if not text.isdecimal() or int(text) >= 2**32:  # the largest seed
         raise argparse.ArgumentTypeError(f"must be an integer from 0 to 4294967295; got {text!r}")
@@ -117,30 +123,48 @@ def _ops(text: str) -> str | list[str]:
 
 _ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
     # by name, the same for all commands
-    "run_folder": {"metavar": "RUN", "help": "folder of the run"},
-    "reference": {"metavar": "REFERENCE", "help": "folder of the reference"},
-    "current": {"metavar": "CURRENT", "help": "folder of the run to compare"},
-    "checkpoint": {"metavar": "CHECKPOINT", "help": "file or folder; the reference, if OTHER is given"},
-    "other": {"metavar": "OTHER", "nargs": "?", "help": "show how this checkpoint differs from CHECKPOINT"},
+    "run_folder": {"type": _path, "metavar": "RUN", "help": "folder of the run"},
+    "reference": {"type": _path, "metavar": "REFERENCE", "help": "folder of the reference"},
+    "current": {"type": _path, "metavar": "CURRENT", "help": "folder of the run to compare"},
+    "checkpoint": {"type": _path, "metavar": "CHECKPOINT", "help": "file or folder; the reference, if OTHER is given"},
+    "other": {
+        "type": _path,
+        "metavar": "OTHER",
+        "nargs": "?",
+        "help": "show how this checkpoint differs from CHECKPOINT",
+    },
     "--json": {"action": "store_true", "help": "print JSON"},
     "--step": {"type": _number, "metavar": "N", "help": "show the sites of this step"},
     "--rank": {"type": _number, "default": 0, "metavar": "R", "help": "of this process (default 0)"},
     "--segment": {"type": _number, "default": 0, "metavar": "S", "help": "of this fit of the run (default 0)"},
-    "--html": {"metavar": "FILE", "help": "also write an HTML report: one file that loads nothing"},
+    "--html": {"type": _path, "metavar": "FILE", "help": "also write an HTML report: one file that loads nothing"},
     "--numerics": {
         "action": "store_true",
         "help": "compare numbers, not bits: rounding, or a change? (check measures it)",
     },
-    "--tolerance": {"metavar": "RUN", "help": "what rounding does, measured by check --numerics (--to RUN)"},
+    "--tolerance": {
+        "type": _path,
+        "metavar": "RUN",
+        "help": "what rounding does, measured by check --numerics (--to RUN)",
+    },
     "--names": {
+        "type": _path,
         "metavar": "FILE",
         "help": "modules with different names in CURRENT: *.to_q, *.to_k -> *.qk, one a line",
     },
-    "--against": {"metavar": "RUN", "help": "use the settings of this run; show how this machine differs"},
-    "--used-by": {"metavar": "RUN", "help": "only those that this run uses, with their modules"},
-    "--to": {"metavar": "DIR", "help": "new or empty folder to write to"},
+    "--against": {
+        "type": _path,
+        "metavar": "RUN",
+        "help": "use the settings of this run; show how this machine differs",
+    },
+    "--used-by": {"type": _path, "metavar": "RUN", "help": "only those that this run uses, with their modules"},
+    "--to": {"type": _path, "metavar": "DIR", "help": "new or empty folder to write to"},
     "--overwrite": {"action": "store_true", "help": "replace an existing run"},
-    "--current": {"metavar": "DIR", "help": "folder for the results (default: a new one in determinism-verify)"},
+    "--current": {
+        "type": _path,
+        "metavar": "DIR",
+        "help": "folder for the results (default: a new one in determinism-verify)",
+    },
     "--vary": {
         "metavar": "FACTORS",
         "help": "any of workers,threads,hash-seed,memory; each adds a run that changes it",

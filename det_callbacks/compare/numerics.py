@@ -8,6 +8,7 @@ partner, takes the error of its inputs.
 import json
 import math
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -66,7 +67,7 @@ class Rounding:
         except FileNotFoundError as error:
             raise SelectionError(
                 f"{folder} holds no measured tolerance ({ROUNDING_FILE}). Measure one: "
-                f"det-callbacks check --numerics --to {folder} -- python train.py"
+                f"det-callbacks check --numerics --to {shlex.quote(str(folder))} -- python train.py"
             ) from error
         except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
             raise damaged(path, f"it is not a measured tolerance ({error!r})") from error

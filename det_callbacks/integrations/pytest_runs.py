@@ -1,5 +1,6 @@
 """Records the runs of a test into its folder, or verifies them against it."""
 
+import inspect
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -32,6 +33,9 @@ from det_callbacks.verify.judge import compare_runs
 
 _NUMBERS: Mapping[str, Any] = {"only_steps": [0, 1], "keep_tensors": ["*"], "tensor_budget_mib": 4}
 """Default arguments for recordings whose numbers are compared."""
+_CHOSEN = ("reference", "mode", "current")
+"""Arguments of a callback that the fixture chooses."""
+_ARGUMENTS = [name for name in inspect.signature(DeterminismCallback).parameters if name not in _CHOSEN]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +86,12 @@ class TrainingRuns:
                 f"training_snapshot takes a function with a training loop, but got {train!r}. Pass all other arguments "
                 "by name."
             )
-        if ours := [one for one in ("reference", "mode", "current") if one in arguments]:
+        if ours := [one for one in _CHOSEN if one in arguments]:
             raise SelectionError(f"training_snapshot chooses {ours[0]} itself: omit it.")
+        if unknown := [one for one in arguments if one not in _ARGUMENTS]:
+            raise SelectionError(
+                f"training_snapshot has no argument {unknown[0]}. It takes name, tolerance, {', '.join(_ARGUMENTS)}."
+            )
         if name is not None and (not name or Path(name).name != name or name.startswith(".")):
             raise SelectionError(f"name={name!r} is not a valid folder name: use a word.")
         if name in self._trainings or (self._trainings and None in (name, *self._trainings)):

@@ -247,6 +247,8 @@ class TorchSteps:
         if self._run is not None and not self._is_elsewhere():
             self._end_if_stepped()
             with self._failing_once():
+                if self._last_loader is None:
+                    self._give_workers(None)  # raises if workers were asked for
                 self._run.end()
 
     def fail(self, error: BaseException) -> None:

@@ -1,5 +1,6 @@
 """The findings of a run as JSON, in a report, and in the closing line of a recording."""
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def findings_of(run: Run) -> list[Section]:
 
 def findings_line(path: Path) -> str:
     """Return the line on findings at the end of a recording, or ""."""
-    command = f"det-callbacks findings {path}"
+    command = f"det-callbacks findings {shlex.quote(str(path))}"
     try:
         findings = find_findings(Run.open(path, check_steps=False))
     except ReferenceFormatError as error:  # the recording itself is complete

@@ -1,5 +1,6 @@
 """A report as one HTML file without scripts; Jinja2 escapes all text of a run."""
 
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress
@@ -16,7 +17,7 @@ from det_callbacks.compare.step import compare_steps
 from det_callbacks.report.console import Table
 from det_callbacks.report.run import describe_site, describe_tensor
 from det_callbacks.report.verdict import details_report, head_report
-from det_callbacks.runs.disk import replace_atomically
+from det_callbacks.runs.disk import make_folder, replace_atomically
 from det_callbacks.runs.program import Site
 from det_callbacks.runs.store import Run
 from det_callbacks.text import count
@@ -37,11 +38,12 @@ def write_report(path: str | Path, verdict: Verdict, *, reference: str | Path, c
     maps, num_left_out = _build_maps(verdict, *runs)
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
-    environment.filters.update(count=count, number="{:,}".format)
+    environment.filters.update(count=count, number="{:,}".format, shell_quoted=shlex.quote)
     head, sections = head_report(verdict)[1:], details_report(verdict, lists_all=True)
     content = environment.get_template("report.html.j2").render(
         verdict=verdict, head=head, sections=sections, maps=maps, num_left_out=num_left_out
     )
+    make_folder(path.parent, instead=_INSTEAD)
     replace_atomically(path, content.encode(errors="backslashreplace"), instead=_INSTEAD)
     return path
 

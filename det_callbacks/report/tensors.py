@@ -1,5 +1,6 @@
 """How the tensors of checkpoints differ, as text."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from det_callbacks.report.console import Section
@@ -31,13 +32,21 @@ def checkpoint_report(report: "CheckpointReport") -> list[Section]:
 
 def mismatch_text(report: "CheckpointReport") -> str:
     num_compared = sum(report.sections.values())
-    lines = [f"{report.path} does not match what was saved."]
+    has_only_other_bytes = not report.entries and not report.has_same_bytes
+    problem = (
+        "is not the file that was saved: its bytes differ" if has_only_other_bytes else "does not match what was saved"
+    )
+    lines = [f"{report.path} {problem}."]
     lines += [f"  {line}" for line in at_most(MAX_ENTRIES, [*map(_difference, report.entries)])]
     lines += [f"  resume: {name} is missing next to it, or from a different save" for name in report.missing_files]
     right = num_compared - sum(entry.kind != "extra" for entry in report.entries)
     lines.append(f"{right:,} of {count(num_compared, 'entry')} match what was saved.")
-    if not report.entries and not report.has_same_bytes:
-        lines.append("The file's bytes differ, but no entry does: the change is outside the entries, or in padding.")
+    if has_only_other_bytes:
+        lines.append(
+            "No entry differs: the checkpoint was saved again, or an object changed that is saved without a digest. If "
+            f"you saved it again yourself, delete {Path(report.path).name}.digests.json: the checkpoint then loads "
+            "unchecked, and without an exact resume."
+        )
     lines.append("Use another checkpoint, or restore this one and the file of its digests from a copy.")
     return "\n".join(lines)
 
@@ -54,10 +63,13 @@ def _difference(entry: "EntryDifference") -> str:
     return f"{entry.name} differs: {entry.num_differing:,} of {entry.num_elements:,} elements{ulps}"
 
 
-def unrestored_line(path: str) -> str:
+def unrestored_line(path: str, *, lacks_digests: bool) -> str:
     """Return the line on a checkpoint that Lightning alone resumes."""
+    reason, name = "no saved state of generators and data is next to it", Path(path).name
+    if lacks_digests:
+        reason = f"{name}.resume/ is next to it, but {name}.digests.json is missing. Copy that file here too"
     return (
-        f"det_callbacks: {path} is resumed by Lightning alone: no saved state of generators and data is next to it. "
+        f"det_callbacks: {path} is resumed by Lightning alone: {reason}. "
         "With shuffling, augmentation or dropout, the resumed run differs from an uninterrupted one"
     )
 

@@ -85,7 +85,7 @@ def disagreement_text(verdict: Verdict, *, path: Path, num_agreed: int, num_drop
         f"({count(num_agreed, 'step')} before it matched). The recorded run is unchanged, without the "
         f"{count(num_dropped, 'new step')} of this attempt{where}.\n\n"
         f"{verdict.explanation if rank else verdict_lines(verdict)}\nFind what the checkpoint did not restore, or "
-        "record to another folder, or over this run with overwrite=True."
+        "record to another folder, or over this run with overwrite=True (Hydra: determinism.overwrite=true)."
     )
 
 
@@ -272,7 +272,7 @@ def next_lines(verdict: Verdict) -> Sequence[str]:
     paths = dict.fromkeys((verdict.reference, verdict.current))
     if first.phase == "other" and not first.op:  # a step that only one run has
         paths = dict.fromkeys([verdict.reference if first.kind == "missing" else verdict.current])
-    shown = [" ".join(["det-callbacks show", path, *step]) for path in paths]
+    shown = [" ".join(["det-callbacks show", shlex.quote(path), *step]) for path in paths]
     return [*shown, *([] if verdict.record_next is None else _record_next(verdict.record_next))]
 
 

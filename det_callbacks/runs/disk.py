@@ -45,7 +45,10 @@ def _reason(path: Path, error: OSError) -> str:
     if isinstance(error, FileExistsError | NotADirectoryError):
         for place in (path, *path.parents):
             if os.path.lexists(place) and not os.path.isdir(place):
-                return "it is a file" if place == path else f"{place} is a file"
+                subject = "it" if place == path else str(place)
+                if not os.path.exists(place):
+                    return f"{subject} is a link to {os.readlink(place)}, which does not exist"
+                return f"{subject} is a file"
     return error.strerror or str(error)
 
 

@@ -15,6 +15,7 @@ from det_callbacks.runs.store import Run
 # replacement moves to its place. After a kill, the name says what is left to do.
 REPLACEMENT, COMPLETE, MOVING = ".replacement", ".complete", ".moving"
 
+HOW_TO_OVERWRITE = "det-callbacks record: --overwrite, Hydra: determinism.overwrite=true"
 HOW_TO_CONTINUE = "Lightning: ckpt_path, Hugging Face: resume_from_checkpoint, TrainingRun: resume_from"
 
 DISAGREEMENT = ".disagreement"  # folder with what a resumed recording found different, until the recording ends
@@ -42,8 +43,7 @@ def make_room(path: Path, *, purpose: Purpose = "record", overwrite: bool = Fals
     if purpose == "record" and not overwrite and (reason := _incomplete_reason(path)) is not None:
         raise RunExistsError(
             f"{path} holds an incomplete run: {reason} Nothing was changed. Continue it from a checkpoint "
-            f"({HOW_TO_CONTINUE}), replace it with overwrite=True (det-callbacks record: --overwrite), or record to "
-            "another folder.",
+            f"({HOW_TO_CONTINUE}), replace it with overwrite=True ({HOW_TO_OVERWRITE}), or record to another folder.",
             str(path),
         )
     names = ", ".join(child.name for child in present[:4])
@@ -62,7 +62,7 @@ def make_room(path: Path, *, purpose: Purpose = "record", overwrite: bool = Fals
     if not overwrite:
         raise RunExistsError(
             f"{path} already holds a run ({names}). Nothing was changed. Record to another folder, replace the run "
-            "with overwrite=True (det-callbacks record: --overwrite), or verify against it (DeterminismCallback and "
+            f"with overwrite=True ({HOW_TO_OVERWRITE}), or verify against it (DeterminismCallback and "
             'TrainingRun: mode="verify", ObserverContext: reference=...).',
             str(path),
         )

@@ -190,7 +190,7 @@ def set_workers(loaders: Sequence[Any], number: str) -> None:
     if not known or not number.isdecimal():
         raise SettingsError(
             f"{NUM_WORKERS}={number}, but the training has no torch DataLoader whose number of workers can still be "
-            "set. Unset the variable, or set num_workers in the program."
+            "set. Omit workers from det-callbacks check --vary, or unset the variable."
         )
     for loader in known:
         loader.num_workers = int(number)

@@ -155,7 +155,8 @@ class Verifying(TracedSession):
         if verdict is not None:
             found = f"{verdict.verdict}; report: {self._report(verdict)}"
         elif self.peers.world_size > 1:
-            found += f" (det-callbacks diff {self.path} {self.run.current} shows the results of all ranks)"
+            found += ". Correct the error, and verify again. To see whether a rank differed before it: "
+            found += f"{self.run.diff_command} (exit status 2 if none did, or if a rank was killed)"
         self.print_line(f"det_callbacks: verification{self._of_rank} stopped by {reason} after {num_steps}: {found}")
 
     def _report(self, verdict: Verdict) -> Path | None:

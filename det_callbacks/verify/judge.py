@@ -30,7 +30,7 @@ from det_callbacks.runs.environment import FOLLOWED, GENERATOR, LOST, compare_en
 from det_callbacks.runs.metrics import read_metrics
 from det_callbacks.runs.place import HOW_TO_CONTINUE
 from det_callbacks.runs.store import Run
-from det_callbacks.text import capitalised, count, listed
+from det_callbacks.text import MAX_RANKS, capitalised, count, listed
 from det_callbacks.verdict import (
     MAX_ORIGINS,
     Cause,
@@ -360,14 +360,16 @@ class _Judge:
             )
         if has_divergence:
             return
+        stops = []
         for rank, record in walk.records.items():
-            if record.stopped is not None:
-                of_rank = f" of rank {rank}" if self.show_rank else ""
-                raise NothingComparedError(
-                    f"The verification{of_rank} in {walk.current.path} was stopped by {record.stopped.reason} after "
-                    f"step {record.stopped.step}. The steps until then match, but the rest was not compared. Verify "
-                    "again."
-                )
+            if (stop := record.stopped) is not None:
+                on_rank = f" on rank {rank}" if self.show_rank else ""
+                stops.append(f"by {stop.reason} after step {stop.step}{on_rank}")
+        if stops:
+            raise NothingComparedError(
+                f"The verification in {walk.current.path} was stopped {listed(stops, limit=MAX_RANKS)}. The steps "
+                "until then match, but the rest was not compared. Verify again."
+            )
 
     def _classify(self, first: Mapping[int, FirstDifference]) -> Classification | None:
         """Return which ranks started the difference, or None for one process, or if a rank stopped alone."""

@@ -1,6 +1,7 @@
 """A run that is verified while it trains: it stores differing steps, which the judge reads at the end."""
 
 import json
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache, partial
@@ -327,13 +328,18 @@ class Verification:
         except RankError as error:
             raise RankError(
                 f"No verdict: {error} All ranks have closed their files, so you can get the verdict later: "
-                f"det-callbacks diff {self.reference.path} {self.current}",
+                f"{self.diff_command}",
                 error.rank,
                 error.exit_code,
             ) from error
         if not is_pending or self.differs_anywhere:
             self.write(verdict)
         return verdict
+
+    @property
+    def diff_command(self) -> str:
+        """The command that compares the two runs, for a shell."""
+        return shlex.join(["det-callbacks", "diff", str(self.reference.path), str(self.current)])
 
     def stop(self, reason: str) -> Verdict | None:
         """Close the files after an exception; return the verdict of a lone process that differs."""

@@ -73,6 +73,7 @@ def damageable(reference: Path, tmp_path: Path) -> Path:
         ({"modules": []}, "modules must have at least one pattern"),
         ({"every_n_steps": 0}, "every_n_steps must be an integer >= 1; got 0."),
         ({"reference": None}, "reference must be the path of a folder; got None."),
+        ({"reference": ""}, "reference must be the path of a folder; got ''."),
         ({"current": ""}, "current must be the path of a folder; got ''."),
         ({"overwrite": "yes"}, "overwrite must be True or False; got 'yes'."),
         ({"log_metrics": 1}, "log_metrics must be True or False"),

@@ -143,6 +143,13 @@ def test_in_an_accumulation_the_gradients_end_with_a_batch_and_with_the_update(c
     assert (done.status, "2 instead of 0" in done.text) == (0, True), done.text
 
 
+def test_workers_of_a_script_without_a_loader_cannot_be_varied(command):
+    done = command("check", "--vary", "workers", "--", "without_loader")
+    assert done.status == 2, done.text
+    assert "workers: DET_CALLBACKS_NUM_WORKERS=2, but the training has no torch DataLoader" in done.text
+    assert "Omit workers from det-callbacks check --vary" in done.text
+
+
 @pytest.mark.parametrize(
     ("style", "line"),
     [

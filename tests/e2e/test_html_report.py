@@ -212,14 +212,12 @@ def test_diff_writes_it_beside_the_verdict_which_comes_first(runs, tmp_path, cap
     assert diff("one", "--html", str(file)) == (*diff("one")[:2], f"det-callbacks: wrote {file}\n")
     assert Page(file).maps == Page(runs / "one" / "report.html").maps
     assert json.loads(diff("one", "--json", "--html", str(file))[1])["verdict"]
-    file.unlink()
-    status, out, err = diff("one", "--html", str(tmp_path / "gone" / "r"))
-    assert (
-        status,
-        out.startswith("DIVERGED\n"),
-        "No such file or directory; pass another file for the report (--html" in err,
-    ) == (2, True, True)
-    assert not list(tmp_path.iterdir())
+    below = file.rename(tmp_path / "file") / "r"
+    status, out, err = diff("one", "--html", str(below))
+    assert (status, out.startswith("DIVERGED\n")) == (2, True)
+    assert f"{below.parent}: it is a file; pass another file for the report (--html" in err
+    below = tmp_path / "a b" / "c" / "r.html"
+    assert diff("one", "--html", str(below)) == (*diff("one")[:2], f"det-callbacks: wrote {below}\n")
     assert diff("reference", "--html", str(file))[0] == 0
     assert ([one.letters() for one in Page(file).maps], "First divergence" in Page(file).text) == (["mmmm"], False)
 

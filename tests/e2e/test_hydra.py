@@ -128,8 +128,9 @@ def test_a_refused_argument_of_the_callback_is_ours(run_app):
     def task(config: DictConfig) -> None:
         hydra.utils.instantiate(config.callbacks)
 
-    status, printed = run_app(task, *VERIFY, "determinism.phases=[fwd]")
-    assert (status, "fwd" in printed, "Traceback" in printed) == (2, True, False)
+    for word, argument in (("fwd", "determinism.phases=[fwd]"), ("got ''", "determinism.reference=")):
+        status, printed = run_app(task, *VERIFY, argument)
+        assert (status, word in printed, "Traceback" in printed) == (2, True, False)
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def test_a_refusal_of_ours_is_said_once_and_is_no_failure_of_the_script(run_comm
     stream.write_bytes(stream.read_bytes()[:-8])
     done = run_command("record", "run", "--level", "state")
     assert (done.status, "training with" in done.text, "Traceback" in done.errors) == (2, True, False)
-    assert done.text.count("(det-callbacks record: --overwrite)") == 1
+    assert done.text.count("(det-callbacks record: --overwrite, ") == 1
     assert "already holds a run" not in done.errors
     assert "failed with status" not in done.text + done.errors
     assert done.last == "det-callbacks record: failed (exit status 2)"

@@ -206,6 +206,9 @@ BAD = """
 
     def test_arguments(training_snapshot):
         training_snapshot(mode="verify")
+
+    def test_unknown_argument(training_snapshot):
+        training_snapshot(nonsense=1)
 """
 
 
@@ -213,9 +216,10 @@ def test_only_a_test_that_passes_keeps_what_it_recorded(project):
     (project / "tests" / "test_bad.py").write_text(textwrap.dedent(BAD))
     before = references(project)
     done = run_in(project, "tests/test_bad.py", "--determinism-record", "-k", "not stops")
-    assert done.counts(failed=4, deselected=1), done.text
+    assert done.counts(failed=5, deselected=1), done.text
     assert "No run completed, so nothing was recorded for" in done.text
-    for text in ("AssertionError: the test's own", "give each a different name", "chooses mode itself"):
+    unknown = "training_snapshot has no argument nonsense. It takes name, tolerance, level, "
+    for text in ("AssertionError: the test's own", "give each a different name", "chooses mode itself", unknown):
         assert text in done.text
     assert run_in(project, "tests/test_bad.py", "--determinism-record", "-k", "stops").status == 2
     assert references(project) == before

@@ -19,7 +19,14 @@ from processes import Ended, Faulty, linked, run_ranks, run_training, train, ver
 from torch.utils.data import DataLoader, Subset
 from trainers import quiet_trainer
 
-from det_callbacks import DeterminismCallback, DivergenceError, ReferenceFormatError, SettingsError, compare_runs
+from det_callbacks import (
+    DeterminismCallback,
+    DivergenceError,
+    NothingComparedError,
+    ReferenceFormatError,
+    SettingsError,
+    compare_runs,
+)
 from det_callbacks.compare.record import record_path
 from det_callbacks.ranks import group
 from det_callbacks.report.page import write_report
@@ -61,6 +68,31 @@ def test_the_others_end(how, rank, exit_code, workers, tmp_path):
     assert f"recording of rank {1 - rank} stopped by" in other.output
     run = Run.open(tmp_path / "run")
     assert (run.is_complete, [run.rank(rank).steps(0).tolist() for rank in run.ranks]) == (False, [[0, 1]] * 2)
+
+
+def test_a_verification_whose_rank_fails_says_what_diff_will_show(tmp_path):
+    folder = tmp_path / "a folder"
+
+    def fail(trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if (batch_idx, trainer.global_rank) == (2, 1):
+            raise KeyError("one of the training's own")
+
+    def run(mode: Any, *callbacks: pl.Callback, status: int | None = None) -> list[Ended]:
+        def body(rank: int) -> None:
+            current = folder / "current" if mode == "verify" else None
+            train(None, DeterminismCallback(folder / "run", mode=mode, current=current), *callbacks)
+
+        return run_ranks(body, tmp_path / mode, status=status)
+
+    run("record", status=0)
+    failed = run("verify", LambdaCallback(on_train_batch_start=fail))[1].output
+    said = " ".join(failed.split())
+    assert "no verdict. Correct the error, and verify again. To see whether a rank differed before it:" in said
+    assert f"det-callbacks diff '{folder}/run' '{folder}/current' (exit status 2 if none did, or if a rank" in said
+    with pytest.raises(
+        NothingComparedError, match=r"by \w+ after step 1 on rank 0 and by KeyError after step 1 on rank 1"
+    ):
+        compare_runs(folder / "run", folder / "current")
 
 
 def test_a_slow_rank_is_waited_for(tmp_path, monkeypatch):

@@ -232,6 +232,11 @@ def test_missing_state_is_refused_or_said(saved, capsys):
     (saved / "7.ckpt.digests.json").unlink()
     with pytest.raises(DivergenceError):
         resume(saved, "7.ckpt")
+    said = "7.ckpt is resumed by Lightning alone: 7.ckpt.resume/ is next to it, but 7.ckpt.digests.json is missing."
+    assert said in capsys.readouterr().out
+    (saved / "7.ckpt.resume").rename(saved / "resume")
+    with pytest.raises(DivergenceError):
+        resume(saved, "7.ckpt")
     said = "7.ckpt is resumed by Lightning alone: no saved state of generators and data is next to it."
     assert said in capsys.readouterr().out
 

@@ -201,6 +201,18 @@ def test_what_cannot_be_started_or_has_no_new_folder_is_refused(check, tmp_path,
         with pytest.raises(SystemExit, match="2"):
             main(words.split())
         assert "error: " in capsys.readouterr().err
+    for words in (
+        "record @ -- true",
+        "show @",
+        "diff @ run",
+        "diff run @",
+        "doctor --against @",
+        "check --to @ -- true",
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(["" if word == "@" else word for word in words.split()])
+        assert "must be a path; got ''" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
     with pytest.raises(CheckError, match=r"no-such-program cannot be started: [^:]*: 'no-such-program'$"):
         Script(words=("no-such-program", "train.py")).record(tmp_path / "run")
     (tmp_path / "train.py").touch()

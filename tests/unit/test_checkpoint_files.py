@@ -12,6 +12,7 @@ import torch
 from det_callbacks import CheckpointFormatError, CheckpointNotFoundError, check_checkpoint
 from det_callbacks.checkpoint import files
 from det_callbacks.checkpoint.entries import MAX_FLAT, Entry, encode_plain, entries_of
+from det_callbacks.cli import main
 from det_callbacks.digest.components import digest_tensor
 from det_callbacks.digest.host import format_digest
 from det_callbacks.environment.rng import GeneratorStates
@@ -125,6 +126,18 @@ def test_a_part_belongs_to_the_save_that_it_is_of(tmp_path):
         files.part_path(path, 1).write_bytes(raw)
         with pytest.raises(CheckpointFormatError, match=r'01\.state is damaged.* and resume with resume="plain"'):
             check_checkpoint(path)
+
+
+def test_equal_entries_in_a_file_with_other_bytes_exit_with_1_and_say_so(tmp_path, capsys):
+    path = tmp_path / "x.ckpt"
+    save(path, "a")
+    torch.save({**torch.load(path)}, path, _use_new_zipfile_serialization=False)
+    assert main(["check-checkpoint", str(path)]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "x.ckpt is not the file that was saved: its bytes differ. 2 of 2 entries match" in shown
+    assert "No entry differs: the checkpoint was saved again" in shown
+    assert "delete x.ckpt.digests.json" in shown
+    assert not check_checkpoint(path).entries
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path):

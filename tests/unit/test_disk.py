@@ -24,7 +24,8 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     [
         ("file/below/run", "{tmp}/file is a file"),
         ("file", "it is a file"),
-        ("link", "it is a file"),
+        ("link", "it is a link to {tmp}/nowhere, which does not exist"),
+        ("link/run", "{tmp}/link is a link to {tmp}/nowhere, which does not exist"),
         ("n" * 300, "File name too long"),
         ("/proc/run", "No such file or directory"),
     ],

@@ -221,7 +221,10 @@ def test_a_run_is_left_alone_unless_asked_and_only_our_own_names_are_deleted(tmp
     before = contents()
     with pytest.raises(RunExistsError, match="Nothing was changed") as caught:
         make_room(run)
-    assert all(word in str(caught.value) for word in (str(run), "overwrite=True", "another folder", "verify"))
+    assert all(
+        word in str(caught.value)
+        for word in (str(run), "overwrite=True", "Hydra: determinism.overwrite=true", "another folder", "verify")
+    )
     with pytest.raises(RunExistsError, match=r"To verify, pass another folder for the results \(current of") as caught:
         make_room(run, purpose="verify")
     assert "overwrite" not in str(caught.value)
@@ -275,7 +278,7 @@ def test_a_kill_while_one_run_takes_the_place_of_another_loses_neither(tmp_path,
     if moment:
         with pytest.raises(ReferenceNotFoundError, match=r"these folders in it are runs: \.(complete|moving)"):
             read_manifest(run)
-    incomplete = r"holds an incomplete run: .*\. Nothing was changed\. Continue it from a checkpoint .* overwrite=True"
+    incomplete = r"holds an incomplete run: .*\. Nothing was changed\. Continue .* determinism\.overwrite=true"
     with pytest.raises(RunExistsError, match=incomplete if moment else "already holds a run"):
         make_room(run)
     assert Run.open(run).rank(0).num_steps == (1 if moment else 3)

@@ -7,7 +7,7 @@ from step_builder import StepBuilder, both, judge, training_step
 from verdicts import DIVERGED, DIVERGENCE
 
 from det_callbacks.causes.phrases.sites import what_differs
-from det_callbacks.report.verdict import details_report, headline, verdict_lines
+from det_callbacks.report.verdict import details_report, headline, next_lines, verdict_lines
 from det_callbacks.runs.environment import AS_COMMITTED
 from det_callbacks.runs.program import TensorLayout
 from det_callbacks.text import listed
@@ -85,6 +85,12 @@ def test_whether_an_entry_can_change_bits_is_asked_of_the_machine_only():
 def test_a_source_is_told_from_what_passed_a_difference_on(place, said):
     verdict: Verdict = replace(DIVERGED, first_divergence=replace(DIVERGENCE, **place))
     assert said in verdict_lines(verdict)
+
+
+def test_the_next_commands_quote_their_paths():
+    verdict: Verdict = replace(DIVERGED, reference="my runs/a", current="b;c", record_next=None)
+    shown = [f"det-callbacks show {path} --step 3" for path in ("'my runs/a'", "'b;c'")]
+    assert next_lines(verdict) == shown
 
 
 def test_the_headline_is_the_verdict_in_one_line(tmp_path):

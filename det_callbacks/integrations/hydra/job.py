@@ -27,8 +27,12 @@ def callback_of_job(reference: str | None, current: str | None, arguments: dict[
     config = HydraConfig.get() if HydraConfig.initialized() else None
 
     def folder(path: str | None) -> Path | None:
-        if path is None or config is None:
-            return None if path is None else Path(str(path)).absolute()
+        if path is None:
+            return None
+        if not str(path):  # Path("") is the launch directory
+            raise SelectionError("determinism.reference and determinism.current must be paths of folders; got ''.")
+        if config is None:
+            return Path(str(path)).absolute()
         return Path(config.runtime.cwd, str(path), f"job-{config.job.num}" if config.mode == RunMode.MULTIRUN else "")
 
     place, replay = folder(current), arguments.get("replay")

@@ -166,7 +166,8 @@ class Resuming:
 
         if not all(self._peers.gather(take, task="reading the state saved next to it")):
             self._pending = None
-            print_closing_line(unrestored_line(path))
+            lacks_digests = sidecar is None and part_path(Path(path).resolve(), rank).exists()
+            print_closing_line(unrestored_line(path, lacks_digests=lacks_digests))
 
     def _refuse(self, *problems: str) -> NoReturn:
         self._pending = None
