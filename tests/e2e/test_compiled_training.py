@@ -127,6 +127,19 @@ def test_eager_steps_have_the_bits_of_such_steps_and_are_not_compared_with_compi
         fit(tmp_path / "run", "verify", network, "inductor", compiled="eager")
 
 
+@pytest.mark.parametrize("level", ["op", "module"])
+@pytest.mark.parametrize(("first", "second"), [(loops.Loop, loops.Compiled), (loops.Compiled, loops.Loop)])
+def test_a_verdict_says_that_only_one_of_two_runs_is_compiled(first, second, level, tmp_path):
+    loops.train(first, tmp_path / "run", mode="record", level=level)
+    with pytest.raises(DivergenceError) as caught:
+        loops.train(second, tmp_path / "run", current=tmp_path / "current")
+    verdict = caught.value.verdict
+    side = "reference" if first is loops.Compiled else "current run"
+    assert f"Step 0, forward: only the {side} runs compiled code (compiled.Net_forward); " in verdict.explanation
+    assert "Compile both runs, or neither." in verdict.explanation
+    assert verdict.cause == "structure"
+
+
 @pytest.mark.parametrize("compiled", ["run", "eager"])
 def test_a_compiled_model_in_a_loop_has_the_names_of_the_model(compiled, tmp_path):
     loops.train(loops.Compiled, tmp_path / "run", mode="record", compiled=compiled)
