@@ -1,4 +1,4 @@
-"""The error that rounding alone causes at each site of a training: the measured tolerance, and its file."""
+"""The error that rounding alone causes at each site of a run: the measured tolerance, and its file."""
 
 import json
 from collections.abc import Mapping
