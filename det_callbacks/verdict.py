@@ -243,15 +243,15 @@ class SiteNumerics:
     Attributes:
         kind: also "equal".
         ulp: largest distance in units in the last place; ``relative`` and ``absolute`` are the largest errors. All are
-            None where one side alone has a NaN or an infinity. Elements smaller than the root mean square of their
-            tensor count at that size, since next to zero ULPs and relative errors say little.
+            None where one side alone has a NaN or an infinity, or one run alone has the op. Elements smaller than the
+            root mean square of their tensor count at that size, since next to zero ULPs and relative errors say little.
         within: whether every element is within the tolerance; ``excess`` is the largest difference as a multiple of it,
             None if that is infinite.
         num_elements: number of compared elements, fewer than in the shape if a sample was kept.
         reads: largest relative error of the op's inputs, or None if unknown.
         growth: the error as a multiple of that, or of the dtype's epsilon if that is larger, or None without either.
         is_start: whether a change starts here: it is beyond its tolerance, its inputs do not explain that, and no
-            other change has reached them.
+            other change has reached them. Ops that only one run has may explain it: ``Numerics.jumps`` has the op.
         through: unknown ops on the way from the compared inputs: ops that only one run has or kept, and inputs
             that differ.
     """
@@ -293,11 +293,13 @@ class Numerics:
             do not explain; else "rounding", which may add up to more than the tolerance.
         tolerance: "torch.testing", or the file with the measured one.
         first_jump: where a change starts: an op beyond its tolerance whose error is at least 10 times that of its
-            inputs, and the dtype's epsilon. The largest, in the first step with any.
+            inputs, and the dtype's epsilon. The largest, in the first step with any. If an op that only one run has
+            comes right before, the change starts there: its kind is "missing" or "extra", and it has no measures.
         worst: the site that is farthest beyond its tolerance, or nearest to it.
         num_default: differing sites with the tolerance of ``torch.testing``, because none was measured for them.
         not_compared: why kept sites were not compared -> how many.
-        jumps: all of them of that step, the largest first.
+        jumps: all of them of that step, the largest first, except that an op that only one run has comes directly
+            before the largest jump behind it.
         sites: all compared sites, in the order of the steps.
     """
 

@@ -6,7 +6,7 @@ Example:
     starts inside it. Run both in fresh processes, because earlier compilations affect the
     graph; drop_last or dynamic=True avoids recompilation. TORCH_LOGS=recompiles,graph_breaks
     shows the reason. To find the op, record step 12 of both runs with compiled="eager" and
-    only_steps=[12].
+    only_steps=[12] (on the command line: --compiled=eager --only-steps=12).
 """
 
 from det_callbacks.causes.rule import Answer, Causes
@@ -24,5 +24,6 @@ def find(facts: Facts) -> Answer | None:
         advice="Run both in fresh processes, because earlier compilations affect the graph; drop_last or dynamic=True "
         "avoids recompilation. "
         "TORCH_LOGS=recompiles,graph_breaks shows the reason. "
-        f'To find the op, record step {step} of both runs with compiled="eager" and only_steps=[{step}]',
+        f'To find the op, record step {step} of both runs with compiled="eager" and only_steps=[{step}] '
+        f"(on the command line: --compiled=eager --only-steps={step})",
     )

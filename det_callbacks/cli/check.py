@@ -18,8 +18,9 @@ from typing import IO, Any, Literal
 
 from det_callbacks.cli.parser import SCRIPT_OPTIONS
 from det_callbacks.compare.evidence import read_window
-from det_callbacks.compare.numerics import compare_numerics, write_rounding
+from det_callbacks.compare.numerics import compare_numerics
 from det_callbacks.compare.record import REPORT_FILE, VERDICT_FILE
+from det_callbacks.compare.rounding import write_rounding
 from det_callbacks.environment.variables import FILL_MEMORY, LAUNCH, NUM_WORKERS, PERTURB, REFUSAL
 from det_callbacks.errors import CheckError, ReferenceFormatError, RunExistsError
 from det_callbacks.report.console import STYLES, Section, Table, make_console, print_line, print_report, printable

@@ -174,6 +174,7 @@ _ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
     "--modules": {"type": _names, "metavar": "PATTERNS", "help": "fnmatch patterns of modules, separated by commas"},
     "--every-n-steps": {"type": _number, "metavar": "N", "help": "record every n-th batch"},
     "--only-steps": {"type": _numbers, "metavar": "N,N", "help": "record these batches, by number"},
+    "--compiled": {"choices": ("run", "eager"), "help": "eager: run compiled code as eager code, to see its ops"},
     "--replay": {"type": _ops, "metavar": "OPS", "help": "ops whose outputs are restored: patterns, or a YAML file"},
     "--keep": {"type": _ops, "metavar": "OPS", "help": "ops whose tensors are kept, to measure differences"},
     "--tensor-budget-mib": {"type": float, "metavar": "MIB", "help": "kept tensors per step; above it, samples"},

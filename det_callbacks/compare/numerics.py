@@ -2,19 +2,16 @@
 
 The comparison relates an op's error to the errors of its inputs. If an op carries on rounding, it multiplies the
 error by a small factor; a real change adds an error that the inputs do not explain. A site that was not kept, or has no
-partner, takes the error of its inputs.
+partner, takes the error of its inputs; if an op behind it jumps, the change starts at the op without a partner.
 """
 
-import json
 import math
 import re
-import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from math import inf, prod
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,11 +19,10 @@ import numpy as np
 from det_callbacks.compare.align import align
 from det_callbacks.compare.differences import StepDifference
 from det_callbacks.compare.module_names import ModuleNames, modules_of
+from det_callbacks.compare.rounding import Place, Rounding, place_of
 from det_callbacks.digest.host import format_digest
 from det_callbacks.digest.numbers import Measure, can_measure, coarser, epsilon, measure
 from det_callbacks.errors import NothingComparedError, SelectionError
-from det_callbacks.runs.disk import replace_atomically
-from det_callbacks.runs.files import damaged
 from det_callbacks.runs.program import StepView
 from det_callbacks.runs.store import Run
 from det_callbacks.tensors.files import KEPT, SavedStep, SavedTensor, common_elements
@@ -34,66 +30,9 @@ from det_callbacks.verdict import Divergence, Numerics, SiteNumerics
 
 JUMP = 10.0
 """An op is a jump if it multiplies the error of its inputs by this factor, or adds so many epsilons."""
-ROUNDING_FILE = "rounding.json"
-"""The error that rounding alone causes at each site, in the folder of ``det-callbacks check --numerics``."""
-MARGIN = 10.0
-"""The tolerance is the error of the perturbed run times this: another kernel rounds at every op, not only once."""
-
-_SCHEMA = 1
-_Place = tuple[int, int, int, str, str, str, int, int]
-"""Rank, segment, step, phase, module, op, occurrence and output of a site."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rounding:
-    """The relative error that rounding causes at each site, as measured into ``path``."""
-
-    path: Path
-    bounds: Mapping[_Place, float]
-
-    @classmethod
-    def read(cls, folder: str | Path) -> "Rounding":
-        """Return what ``det-callbacks check --numerics`` wrote into a folder; its file may be given, too."""
-        path = Path(folder)
-        if path.name != ROUNDING_FILE:
-            path /= ROUNDING_FILE
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            if content["schema"] != _SCHEMA:
-                raise ValueError(f"its schema is {content['schema']!r}, but this version reads {_SCHEMA}")
-            bounds = {_key(*site[:8]): inf if site[8] is None else float(site[8]) for site in content["sites"]}
-            if any(bound != bound for bound in bounds.values()):
-                raise ValueError("a bound is NaN")
-        except FileNotFoundError as error:
-            raise SelectionError(
-                f"{folder} holds no measured tolerance ({ROUNDING_FILE}). Measure one: "
-                f"det-callbacks check --numerics --to {shlex.quote(str(folder))} -- python train.py"
-            ) from error
-        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-            raise damaged(path, f"it is not a measured tolerance ({error!r})") from error
-        return cls(path=path, bounds=bounds)
-
-    def bound(self, site: Divergence, dtype: str) -> float | None:
-        """Return the relative error to tolerate at a site, or None if it was not measured."""
-        known = self.bounds.get(_place(site))
-        return None if known is None else MARGIN * max(known, epsilon(dtype))
-
-
-def write_rounding(folder: Path, numerics: Numerics) -> None:
-    """Write the relative error of each site between a run and its perturbed twin; null if it has no number."""
-    content = json.dumps({"schema": _SCHEMA, "sites": [[*_place(site), site.relative] for site in numerics.sites]})
-    replace_atomically(folder / ROUNDING_FILE, content.encode(), instead="name another folder (--to)")
-
-
-def _key(rank: int, segment: int, step: int, phase: str, module: str, op: str, occurrence: int, output: int) -> _Place:
-    return (int(rank), int(segment), int(step), str(phase), str(module), str(op), int(occurrence), int(output))
-
 
 _SUMS = re.compile(r"aten\.(_foreach_)?(sum|mean|add|sub)_?\.")
-
-
-def _place(site: Divergence | SiteNumerics) -> _Place:
-    return (site.rank, site.segment, site.step, site.phase, site.module, site.op, site.occurrence, site.output)
+_COPIES = re.compile(r"aten\.(_foreach_)?(_to_copy|clone|copy_?)\.")
 
 
 def compare_numerics(
@@ -120,12 +59,14 @@ def compare_numerics(
                 "folder: det-callbacks record RUN --only-steps 0 --keep '*' -- python train.py"
             )
     found, counts, num_default = list[SiteNumerics](), Counter[str](), 0
+    starts_before: dict[Place, SiteNumerics] = {}
     modules: tuple[set[str], set[str]] = set(), set()
     for views, kept in _common_steps(reference, current):
         for known, view in zip(modules, views, strict=True):
             known |= modules_of(view)
         step = _StepNumerics(views, kept, tolerance, names)
         found += step.sites()
+        starts_before |= step.starts_before
         counts += step.not_compared
         num_default += step.num_default
     if names is not None:
@@ -143,6 +84,7 @@ def compare_numerics(
     jumps = [site for site in starts if site.reads is not None]
     first = min(((site.segment, site.step) for site in jumps), default=None)
     jumps = sorted((site for site in jumps if (site.segment, site.step) == first), key=_growth, reverse=True)
+    jumps = _after_their_starts(jumps, starts_before)
     return Numerics(
         conclusion="change" if starts else "rounding" if differing else "none",
         tolerance=str(tolerance.path) if tolerance is not None else "torch.testing",
@@ -155,6 +97,19 @@ def compare_numerics(
         jumps=tuple(jumps),
         sites=tuple(found),
     )
+
+
+def _after_their_starts(
+    jumps: Sequence[SiteNumerics], starts_before: Mapping[Place, SiteNumerics]
+) -> list[SiteNumerics]:
+    """Return the jumps; the first one behind an op that only one run has comes directly after that op."""
+    found: list[SiteNumerics] = []
+    for jump in jumps:
+        start = starts_before.get(place_of(jump))
+        if start is not None and start not in found:
+            found.append(start)
+        found.append(jump)
+    return found
 
 
 def _is_sample(site: SiteNumerics) -> bool:
@@ -221,8 +176,8 @@ def _largest(errors: Sequence[_Error]) -> _Error:
 class _Carried:
     """The error of each site of a step; a site that was not kept has the error of its inputs."""
 
-    def __init__(self, view: StepView) -> None:
-        self._sites, self._layout = view.program.sites, view.layout
+    def __init__(self, view: StepView, paired: Set[int]) -> None:
+        self._sites, self._layout, self._paired = view.program.sites, view.layout, paired
         self._known: dict[int, _Error] = {}
         self._carried: list[_Error] = []
 
@@ -249,7 +204,11 @@ class _Carried:
 
     def read(self, position: int) -> _Error:
         """Return the largest error of a site's inputs."""
-        return _largest([self._carried[at] for at in self._sites[position].inputs])
+        inputs = self._sites[position].inputs
+        if position not in self._paired:
+            # a tensor from outside that only this run reads, such as the weight of an added layer, has no error
+            inputs = tuple(at for at in inputs if at in self._paired or self._sites[at].op)
+        return _largest([self._carried[at] for at in inputs])
 
 
 class _StepNumerics:
@@ -268,12 +227,20 @@ class _StepNumerics:
         self._views = reference, current
         self._difference = StepDifference(reference, current, align(reference, current))
         self._fused = [] if names is None else names.fused(views[0], current)
+        pairs = [pair for pair in self._difference.pairs if min(pair) >= 0]
+        self._paired = [{pair[side] for pair in pairs} for side in (0, 1)]
+        for group in self._fused:
+            for paired, positions in zip(self._paired, group, strict=True):
+                paired |= {*positions}
+        # sites with a change -> the op that only one run has, at which the change starts
+        self.starts_before: dict[Place, SiteNumerics] = {}
         self.not_compared: Counter[str] = Counter()
         self.num_default = 0  # sites without a measured tolerance
 
     def sites(self) -> list[SiteNumerics]:
         """Return the sites that both runs kept, in the order of the step."""
-        rows, sides = [*self._rows()], [_Carried(view) for view in self._views]
+        rows = [*self._rows()]
+        sides = [_Carried(view, paired) for view, paired in zip(self._views, self._paired, strict=True)]
         for number, side in enumerate(sides):
             for row in rows:
                 side.note(row.positions[number], row)
@@ -289,10 +256,57 @@ class _StepNumerics:
             for position, site in enumerate(view.program.sites):
                 if position in here or not reached.isdisjoint(site.inputs):
                     reached.add(position)
-        return [
-            replace(site, is_start=is_changed and not self._reads(row, tainted))
-            for row, site, is_changed in zip(kept, sites, changed, strict=True)
-        ]
+        found = list[SiteNumerics]()
+        for row, compared, is_changed in zip(kept, sites, changed, strict=True):
+            is_start = is_changed and not self._reads(row, tainted)
+            found.append(replace(compared, is_start=is_start))
+            start = self._start_before(row, sides) if is_start and compared.reads is not None else None
+            if start is not None:
+                self.starts_before[place_of(compared)] = start
+        return found
+
+    def _start_before(self, row: _Row, sides: Sequence[_Carried]) -> SiteNumerics | None:
+        """Return the op between a row and the compared sites before it that only one run has, or None.
+
+        Several: the first that reads a tensor of both runs, since a mask may have been made long before. Copies and
+        casts change no numbers, and different arguments of the row's own op explain its error.
+        """
+        if row.divergence is None or row.divergence.kind == "argument":
+            return None
+        for number in (1, 0):  # the user edits the current run's code
+            sites, paired = self._views[number].program.sites, self._paired[number]
+            row_of = {pair[number]: at for at, pair in enumerate(self._difference.pairs)}
+            between = set[int]()
+            waiting = [at for position in row.positions[number] for at in sites[position].inputs]
+            while waiting:
+                at = waiting.pop()
+                if sites[at].op and at in row_of and at not in paired and at not in between:
+                    between.add(at)
+                    waiting += sites[at].inputs
+            candidates = [at for at in sorted(between) if not _COPIES.match(sites[at].op)]
+            if not candidates:
+                continue
+            copies = between - {*candidates}
+            readers = (at for at in candidates if any(it in paired or it in copies for it in sites[at].inputs))
+            position = next(readers, candidates[0])
+            return self._not_compared(self._difference.describe(row_of[position]), sides[number].read(position))
+        return None
+
+    def _not_compared(self, divergence: Divergence, read: _Error) -> SiteNumerics:
+        """Return the start of a change at an op that only one run has: it has no partner to measure a distance to."""
+        return SiteNumerics(
+            **_fields(divergence),
+            ulp=None,
+            relative=None,
+            absolute=None,
+            within=False,
+            excess=None,
+            num_elements=0,
+            reads=read.relative if read.relative < inf else None,
+            growth=None,
+            is_start=True,
+            through=read.through,
+        )
 
     def _reads(self, row: _Row, positions: Sequence[set[int]]) -> bool:
         """Return whether a row reads any of these positions, on either side."""
@@ -378,8 +392,7 @@ class _StepNumerics:
             [side.read(at) for side, positions in zip(sides, row.positions, strict=True) for at in positions]
         )
         is_known = read.relative < inf
-        names = [one.name for one in dataclass_fields(divergence) if one.name != "numbers"]
-        fields = {name: getattr(divergence, name) for name in names}
+        fields = _fields(divergence)
         if row.is_equal:
             fields["kind"] = "equal"
         return SiteNumerics(
@@ -412,6 +425,11 @@ class _StepNumerics:
             num_terms = max(num_read / max(prod(row.divergence.shape or ()), 1), 1)
             growth = min(growth, known.absolute / (read.absolute * math.sqrt(num_terms)))
         return growth
+
+
+def _fields(divergence: Divergence) -> dict[str, Any]:
+    names = [one.name for one in dataclass_fields(divergence) if one.name != "numbers"]
+    return {name: getattr(divergence, name) for name in names}
 
 
 def _joined(tensors: Sequence[SavedTensor], shape: tuple[int, ...]) -> SavedTensor | None:

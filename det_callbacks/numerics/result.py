@@ -144,7 +144,7 @@ class NumericsReport:
 
     @property
     def worst(self) -> TensorComparison | None:
-        """The tensor with the largest multiple of its tolerance, or None if all are equal."""
+        """The tensor with the largest multiple of its tolerance, or None if all are equal; excludes submodules."""
         return max((found for found in self.differing if found.decides), key=lambda found: found.excess, default=None)
 
     def assert_close(self) -> None:

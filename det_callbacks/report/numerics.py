@@ -9,6 +9,7 @@ from det_callbacks.text import at_most, count, listed
 from det_callbacks.verdict import Numerics, SiteNumerics
 
 PRINTED_SITES, PRINTED_JUMPS = 30, 5
+_ONLY_IN = {"missing": "the reference", "extra": "the current run"}
 COLUMNS = ("elements", "ULP", "relative", "absolute", "x tolerance")
 """Columns of a table of measures."""
 
@@ -19,7 +20,7 @@ def numerics_report(numerics: Numerics, *, lists_all: bool) -> list[Section]:
     lines += [f"Not compared: {number:,} because {why}." for why, number in numerics.not_compared.items() if number]
     report = [Section(title="Numerics", lines=lines)]
     if numerics.jumps:
-        items = [f"{ulps_text(site.ulp)} at {_where(site)}; {_reads(site)}" for site in numerics.jumps]
+        items = [_jump(site) for site in numerics.jumps]
         shown = items if lists_all else at_most(PRINTED_JUMPS, items)
         report.append(Section(title="Jumps, the largest first", items=shown))
     listed = [site for site in numerics.sites if lists_all or site.kind != "equal"]
@@ -38,6 +39,12 @@ def numerics_sentence(numerics: Numerics) -> str:
     jump, worst = numerics.first_jump, numerics.worst
     if worst is None:
         return f"No difference: the numbers of all {count(len(numerics.sites), 'site')} are equal."
+    if jump is not None and jump.kind in _ONLY_IN:
+        after = numerics.jumps[1]
+        return (
+            f"A real change starts at {_where(jump)}, which only {_ONLY_IN[jump.kind]} has; the next op that both have "
+            f"differs: {_where(after)} ({ulps_text(after.ulp)})."
+        )
     if jump is not None:
         return f"A real change starts at {_where(jump)} ({ulps_text(jump.ulp)}; {_reads(jump)})."
     if numerics.conclusion == "change":
@@ -138,12 +145,19 @@ def ulps_text(ulp: int | None) -> str:
     return "a NaN or an infinity on one side" if ulp is None else count(ulp, "ULP")
 
 
+def _jump(site: SiteNumerics) -> str:
+    if site.kind in _ONLY_IN:
+        return f"{_where(site)}, which only {_ONLY_IN[site.kind]} has"
+    return f"{ulps_text(site.ulp)} at {_where(site)}; {_reads(site)}"
+
+
 def _reads(site: SiteNumerics) -> str:
-    through = f", through {listed(site.through)}" if site.through else ""
     if site.reads is None:
         return f"its inputs differ and were not kept ({listed(site.through)})"
+    if site.through:  # their error is that of the compared sites before, and is not measured
+        return f"its inputs come through {listed(site.through)}, whose outputs were not compared"
     if not site.reads:
-        return f"its inputs are equal{through}"
+        return "its inputs are equal"
     size = epsilon(site.dtype or "")
     by = count(ceil(site.reads / size), "ULP") if size else f"{site.reads:.2g}"
-    return f"its inputs differ by {by}{through}"
+    return f"its inputs differ by {by}"

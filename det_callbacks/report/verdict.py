@@ -286,5 +286,5 @@ def _record_next(arguments: Mapping[str, Any]) -> list[str]:
     return [
         f"{why}, record {which} again on both sides and compare the two recordings (det-callbacks diff):",
         f"    in Python  {', '.join(python)}",
-        *([] if "compiled" in arguments else [f"    on the command line  {shlex.join(options)}"]),
+        f"    on the command line  {shlex.join(options)}",
     ]

@@ -17,9 +17,10 @@ from det_callbacks.compare.metrics import MetricComparison, MetricDifference
 from det_callbacks.compare.module_names import ModuleNames
 from det_callbacks.compare.nonfinite import first_nonfinite
 from det_callbacks.compare.numbers import next_recording, with_numbers
-from det_callbacks.compare.numerics import Rounding, compare_numerics
+from det_callbacks.compare.numerics import compare_numerics
 from det_callbacks.compare.ranks import RankFindings, RankWalk, WholeSteps
 from det_callbacks.compare.record import TOGETHER, Tally, read_records
+from det_callbacks.compare.rounding import Rounding
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.errors import NothingComparedError, ReferenceFormatError, SelectionError
 from det_callbacks.findings.table import find_findings

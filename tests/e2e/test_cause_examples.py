@@ -75,6 +75,15 @@ def of_a_graph(step: StepBuilder, now: bool) -> None:
     step.row(3, op="compiled.Net_forward.outputs", role="output", module="net", inputs=(graph,))
 
 
+def of_eager_ops(step: StepBuilder, now: bool) -> None:
+    if now:
+        value = step.op("aten.native_layer_norm.default", "?x", module="net.norm")
+        step.op("aten.addmm.default", value, module="net.linear")
+        return
+    graph = step.row(9, TensorLayout(dtype="graph", shape=()), op="compiled.Net_forward.graph", role="graph")
+    step.row(3, op="compiled.Net_forward.outputs", role="output", inputs=(graph,))
+
+
 def of_swapped_lines(step: StepBuilder, now: bool) -> None:
     value = step.batch("batch[0]", [1, 2])
     for name, number in [("sin", 5), ("cos", 4)] if now else [("cos", 4), ("sin", 5)]:
@@ -124,6 +133,7 @@ EXAMPLES: Mapping[str, Callable[[Path], Verdict]] = {
     "choice": changed(options={"environment": [choice("optimizer.AdamW.lr", 0.1, 0.2)]}, lr=0.2),
     "optimizer option": planted("a callback changes the learning rate", level="state"),
     "other gradients": built(without_a_gradient),
+    "compiled in one run": built(of_eager_ops, step=0),
     "compiled graph": built(of_a_graph, step=12),
     "scripted module": scripted,
     "another order": built(of_swapped_lines),

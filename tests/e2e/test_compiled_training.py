@@ -1,6 +1,7 @@
 """Compiled models under a Trainer: recorded and verified, seen for what they are, and trained as without us."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,24 @@ def test_eager_steps_have_the_bits_of_such_steps_and_are_not_compared_with_compi
     fit(tmp_path / "run", "record", network, "inductor", **only)
     with pytest.raises(SelectionError, match="eager"):
         fit(tmp_path / "run", "verify", network, "inductor", compiled="eager")
+
+
+def compiled_or_not(*, is_compiled: bool) -> loops.Loop:
+    loops.seed()
+    model: Any = loops.Net()
+    return loops.Loop(torch.compile(model, backend=opaque_backend()) if is_compiled else model)
+
+
+@pytest.mark.parametrize("level", ["op", "module"])
+@pytest.mark.parametrize(("first", "side"), [(True, "reference"), (False, "current run")])
+def test_a_verdict_says_that_only_one_of_two_runs_is_compiled(first, side, level, tmp_path):
+    loops.train(partial(compiled_or_not, is_compiled=first), tmp_path / "run", mode="record", level=level)
+    with pytest.raises(DivergenceError) as caught:
+        loops.train(partial(compiled_or_not, is_compiled=not first), tmp_path / "run", current=tmp_path / "current")
+    verdict = caught.value.verdict
+    assert f"Step 0, forward: only the {side} runs compiled code (compiled.Net_forward); " in verdict.explanation
+    assert "Compile both runs, or neither." in verdict.explanation
+    assert verdict.cause == "structure"
 
 
 @pytest.mark.parametrize("compiled", ["run", "eager"])

@@ -64,6 +64,17 @@ STYLES = {
 }
 
 
+def test_the_command_records_compiled_code_as_eager_code(command):
+    done = command("record", "run", "--compiled=eager", "--only-steps=1", "--", "compiled")
+    assert done.status == 0, done.text + done.errors
+    assert "recorded 1 step" in done.text
+    assert "compiled code ran as eager code, with different kernels" in done.text
+    recorded = StoredRun.open(Path("run"))
+    assert recorded.manifest.selection.compiled == "eager"
+    assert not [site.op for site in recorded.view(0, 0, 1).program.sites if site.op.startswith("compiled.")]
+    assert command("verify", "run", "compiled").status == 0, "taken from the reference"
+
+
 @pytest.mark.parametrize("style", STYLES)
 def test_a_loop_is_recorded_and_verified_as_it_is(style, command):
     """It also computes what it computes without us."""

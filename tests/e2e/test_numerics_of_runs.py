@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from faults import Training, below
+from numerics_loops import ALL, layers, loop, numerics_of, words
 from torch import nn
 from trainers import LIGHTNING_ADVICE
 
@@ -17,12 +18,10 @@ from det_callbacks.cli import main
 from det_callbacks.compare.nonfinite import first_nonfinite
 from det_callbacks.environment.variables import PERTURB
 from det_callbacks.errors import DivergenceError, SelectionError
-from det_callbacks.integrations.loop import TrainingRun
 from det_callbacks.runs.store import Run
 
 pytestmark = LIGHTNING_ADVICE
 
-ALL: Any = {"keep_tensors": ["*"], "only_steps": [0]}
 GROSS = Training(around=below(op="aten.addmm", module="net.4.up", step=0, is_gross=True))
 ONE_ULP = Training(around=below(op="aten.addmm", module="net.4.up", step=0))
 
@@ -41,10 +40,6 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return known[key]
 
     return record
-
-
-def words(text: str) -> str:
-    return " ".join(text.split())
 
 
 def test_a_change_is_named_where_it_starts_with_what_it_reads(recorded, tmp_path, capsys):
@@ -148,51 +143,28 @@ def test_a_verification_is_refused_and_the_message_says_what_to_record(tmp_path,
         assert "det-callbacks record RUN --only-steps 0 --keep '*' -- python train.py" in error
 
 
-# loops of our own
-
-
-def loop(folder: Path, model: Callable[[], nn.Module], inputs: torch.Tensor, **options: Any) -> Path:
-    """Train a step on the mean square of what a model returns, and record it."""
-    torch.manual_seed(0)
-    net = model()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    run = TrainingRun(folder, model=net, optimizers=[optimizer], **{"mode": "record", **ALL, **options})
-    with run, run.step(inputs):
-        loss = net(inputs).float().square().mean()
-        loss.backward()
-        optimizer.step()
-    return folder
-
-
-def layers(function: Callable[[torch.Tensor], torch.Tensor], width: int = 8) -> nn.Module:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(8, width), nn.Linear(width, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.second(function(self.first(x)))
-
-    return Net()
-
-
 @pytest.fixture
 def inputs() -> torch.Tensor:
     return torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
 
 
-def numerics_of(reference: Path, current: Path, **options: Any) -> Any:
-    return compare_runs(reference, current, numerics=True, **options).numerics
-
-
-def test_another_op_in_its_place_is_looked_through_and_named(tmp_path, inputs):
+def test_another_op_in_its_place_is_looked_through_and_named(tmp_path, inputs, capsys):
     reference = loop(tmp_path / "relu", partial(layers, torch.relu), inputs)
     current = loop(tmp_path / "gelu", partial(layers, nn.functional.gelu), inputs)
     found = numerics_of(reference, current)
-    jump = found.first_jump
+    start, jump = found.jumps[:2]
+    assert found.first_jump == start
+    assert (start.op, start.kind, start.phase, start.reads) == ("aten.gelu.default", "extra", "forward", 0.0)
+    assert (start.ulp, start.relative, start.excess, start.num_elements) == (None, None, None, 0), "not measured"
+    assert start not in found.sites
     assert (found.conclusion, jump.module, jump.op, jump.reads) == ("change", "second", "aten.addmm.default", 2**-23)
     assert set(jump.through) == {"aten.relu.default", "aten.gelu.default"}
     assert found.not_compared["only the reference has it"] >= 1
+    main(["diff", str(reference), str(current), "--numerics"])
+    printed = words(capsys.readouterr().out)
+    assert "A real change starts at aten.gelu.default in no module at " in printed
+    assert "its inputs come through aten.relu.default and aten.gelu.default, whose outputs were not compared" in printed
+    assert "inputs differ by" not in printed
 
 
 def test_bfloat16_against_float32_is_rounding(tmp_path, inputs):
@@ -208,7 +180,8 @@ def test_bfloat16_against_float32_is_rounding(tmp_path, inputs):
     assert (found.conclusion, tanh.dtype, tanh.kind) == ("rounding", "bfloat16", "structure")
     assert 0 < tanh.ulp <= 2
     changed = numerics_of(reference, loop(tmp_path / "changed", partial(layers, broken), inputs))
-    assert (changed.conclusion, changed.first_jump.op) == ("change", "aten.tanh.default")
+    assert (changed.conclusion, changed.first_jump.op) == ("change", "aten.mul.Tensor")
+    assert changed.jumps[1].op == "aten.tanh.default"
 
 
 def test_other_shapes_are_counted_and_the_rest_is_compared(tmp_path, inputs):

@@ -84,6 +84,19 @@ def with_schedulers(ours, theirs):
     return fill
 
 
+def compiled_in(run, instead):
+    """The other run has something instead of the graph."""
+
+    def fill(step, now):
+        if now == run:
+            step.row(9, TensorLayout(dtype="graph", shape=()), op="compiled.Net_forward.graph", role="graph")
+        elif instead:
+            step.op("aten.addmm.default", "?x", module="net", phase=instead)
+        step.op("aten.mm.out", "?x")
+
+    return fill
+
+
 def after_a_draw(step, now):
     step.batch("batch[0]", [1, 2])
     step.row(now, None, phase="rng", name=f"python{AFTER_STEP}", role="named")
@@ -372,6 +385,10 @@ CASES = [
         for run, idle, updated in [(0, "reference", "current run"), (1, "current run", "reference")]
     ),
     case(after_a_draw, "rng", "(python after the step); everything before it in the step matches", "!started with"),
+    case(compiled_in(0, "forward"), "structure", "only the reference runs compiled code (compiled.Net_forward)"),
+    case(compiled_in(1, "forward"), "structure", "only the current run runs compiled code", "Compile both runs"),
+    # it may have compiled earlier, and have no sites
+    case(compiled_in(0, ""), "structure", "Run both in fresh processes", "!only the reference runs"),
     # a learning rate is a part of a scheduler's state, and explains neither another scheduler nor its arguments
     case(
         with_schedulers({"gamma": 3, "base_lrs[0]": 1}, {}),

@@ -38,6 +38,13 @@ def test_origins_that_are_alike_have_one_row_in_the_text_and_a_row_each_in_json_
     assert ("more like it" in text, "aten.mul.Tensor#0" in text) == (False, True)
 
 
+def test_what_to_record_next_is_printed_for_python_and_for_the_command_line():
+    arguments = {"level": "op", "only_steps": [3], "compiled": "eager"}
+    lines = verdict_lines(replace(DIVERGED, record_next=arguments))
+    assert 'in Python  level="op", only_steps=[3], compiled="eager"' in lines
+    assert "on the command line  --level=op --only-steps=3 --compiled=eager" in lines
+
+
 CHANGED, COMMIT = "code.file.models/net.py", "code.git_commit"
 OLD, NEW = "0" * 40, "1" * 40
 

@@ -1,0 +1,72 @@
+"""The error that rounding alone causes at each site of a run: the measured tolerance, and its file."""
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+
+from det_callbacks.digest.numbers import epsilon
+from det_callbacks.errors import SelectionError
+from det_callbacks.runs.disk import replace_atomically
+from det_callbacks.runs.files import damaged
+from det_callbacks.verdict import Divergence, Numerics, SiteNumerics
+
+ROUNDING_FILE = "rounding.json"
+"""The error that rounding alone causes at each site, in the folder of ``det-callbacks check --numerics``."""
+MARGIN = 10.0
+"""The tolerance is the error of the perturbed run times this: another kernel rounds at every op, not only once."""
+
+_SCHEMA = 1
+Place = tuple[int, int, int, str, str, str, int, int]
+"""Rank, segment, step, phase, module, op, occurrence and output of a site."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounding:
+    """The relative error that rounding causes at each site, as measured into ``path``."""
+
+    path: Path
+    bounds: Mapping[Place, float]
+
+    @classmethod
+    def read(cls, folder: str | Path) -> "Rounding":
+        """Return what ``det-callbacks check --numerics`` wrote into a folder; its file may be given, too."""
+        path = Path(folder)
+        if path.name != ROUNDING_FILE:
+            path /= ROUNDING_FILE
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content["schema"] != _SCHEMA:
+                raise ValueError(f"its schema is {content['schema']!r}, but this version reads {_SCHEMA}")
+            bounds = {_key(*site[:8]): inf if site[8] is None else float(site[8]) for site in content["sites"]}
+            if any(bound != bound for bound in bounds.values()):
+                raise ValueError("a bound is NaN")
+        except FileNotFoundError as error:
+            raise SelectionError(
+                f"{folder} holds no measured tolerance ({ROUNDING_FILE}). Measure one: "
+                f"det-callbacks check --numerics --to {shlex.quote(str(folder))} -- python train.py"
+            ) from error
+        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+            raise damaged(path, f"it is not a measured tolerance ({error!r})") from error
+        return cls(path=path, bounds=bounds)
+
+    def bound(self, site: Divergence, dtype: str) -> float | None:
+        """Return the relative error to tolerate at a site, or None if it was not measured."""
+        known = self.bounds.get(place_of(site))
+        return None if known is None else MARGIN * max(known, epsilon(dtype))
+
+
+def write_rounding(folder: Path, numerics: Numerics) -> None:
+    """Write the relative error of each site between a run and its perturbed twin; null if it has no number."""
+    content = json.dumps({"schema": _SCHEMA, "sites": [[*place_of(site), site.relative] for site in numerics.sites]})
+    replace_atomically(folder / ROUNDING_FILE, content.encode(), instead="name another folder (--to)")
+
+
+def _key(rank: int, segment: int, step: int, phase: str, module: str, op: str, occurrence: int, output: int) -> Place:
+    return (int(rank), int(segment), int(step), str(phase), str(module), str(op), int(occurrence), int(output))
+
+
+def place_of(site: Divergence | SiteNumerics) -> Place:
+    return (site.rank, site.segment, site.step, site.phase, site.module, site.op, site.occurrence, site.output)
