@@ -50,7 +50,7 @@ def advise(facts: Facts) -> str:
     if consumed is not None:
         return keep_from_drawing(consumed, facts.evidence)
     if not changes and facts.first.divergence.kind == "extra":
-        return "Remove the draw, or record the reference again: no generator has a different state after it"
+        return "Remove the draw, or record the reference again"
     if not changes:
         return "Seed this generator, and save its state in checkpoints"
     first = changes[0]

@@ -18,6 +18,7 @@ from det_callbacks.runs.evidence import (
     BATCH_START,
     CALLBACKS,
     CONSTANTS,
+    IN_OPTIMIZER,
     INDICES,
     LOADER,
     OPTIONS,
@@ -55,6 +56,7 @@ class Window:
     options: Mapping[str, tuple[int, str]] = field(default_factory=dict)  # "lr of group 0" -> since which step, JSON
     starts: Mapping[str, int] = field(default_factory=dict)  # digest of each generator's first state
     scripted: tuple[str, ...] = ()  # modules that are, or contain, TorchScript
+    optimizers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # "0" -> the parameters that it trains
 
     def batch(self, step: int) -> dict[str, Row]:
         return {row.name: row for row in self.rows if row.step == step and row.point == BATCH}
@@ -129,6 +131,7 @@ class Evidence:
     constants: frozenset[str] = frozenset()  # initial tensors that are constant in both runs
     options: tuple[OptionChange, ...] = ()
     scripted: tuple[str, ...] = ()  # TorchScript modules of the current run
+    optimizers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # as in ``Window``, if equal in both runs
     moments: tuple[tuple[int, str], ...] = ()  # (step, point) of the current run, from the step before on
     unread: str = ""  # why it could not be read
 
@@ -211,7 +214,7 @@ def read_window(run: Run, rank: int, segment: int, step: int) -> Window | None:
 
     def is_wanted(batch: pa.RecordBatch) -> np.ndarray:
         texts, points, steps = (batch.column(name).to_numpy(False) for name in ("text", "point", "step"))
-        is_kept_until_changed = (texts != "") & (points != BATCH) & (points != VALUES) & (points != PARAMETERS)
+        is_kept_until_changed = (texts != "") & (points != BATCH) & (points != VALUES)
         is_recent = steps >= (since or 0)
         return np.asarray((steps <= step) & (is_recent | is_kept_until_changed))
 
@@ -224,6 +227,7 @@ def gather_window(rows: Iterable[Row], *, since: int | None) -> Window | None:
     settings, hooks = dict[str, str](), dict[str, str]()
     options, starts = dict[str, tuple[int, str]](), dict[str, int]()
     constants, scripted = frozenset[str](), tuple[str, ...]()
+    optimizers = dict[str, tuple[str, ...]]()
     for row in rows:
         if row.text and row.point == LOADER:
             settings[row.name] = row.text
@@ -237,6 +241,8 @@ def gather_window(rows: Iterable[Row], *, since: int | None) -> Window | None:
             scripted = tuple(json.loads(row.text))
         elif row.point == OPTIONS:
             options[row.name] = (row.step, row.text)
+        elif row.point == PARAMETERS and row.name.startswith(IN_OPTIMIZER):
+            optimizers[row.name.removeprefix(IN_OPTIMIZER)] = tuple(json.loads(row.text))
         elif row.point not in (UNSEEN_WRITE, VALUES, PARAMETERS):
             if since is None or row.step > since:
                 kept.append(row)
@@ -253,6 +259,7 @@ def gather_window(rows: Iterable[Row], *, since: int | None) -> Window | None:
         options=options,
         starts=starts,
         scripted=scripted,
+        optimizers=optimizers,
     )
 
 
@@ -306,6 +313,7 @@ def compare_windows(reference: Window, current: Window, step: int) -> Evidence:
         constants=reference.constants & current.constants,
         options=tuple(_option_changes(reference, current)),
         scripted=current.scripted,
+        optimizers=current.optimizers if current.optimizers == reference.optimizers else {},
     )
 
 

@@ -1,6 +1,6 @@
 """The facts of the first step that differs, for the rules in ``causes/``."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -215,6 +215,18 @@ class Facts:
         programs = self.difference.reference.program, self.difference.current.program
         return [_gradient_names(program) for program in programs]
 
+    @cached_property
+    def updates(self) -> list[list[str]]:
+        """Numbers of the optimizers that got gradients, in order, in the reference and in the current run.
+
+        Both lists are empty unless each gradient is known to belong to one optimizer.
+        """
+        trained = [name for names in self.evidence.optimizers.values() for name in names]
+        owners = {f"grad of {name}": number for number, names in self.evidence.optimizers.items() for name in names}
+        if len(owners) < len(trained) or not owners.keys() >= {name for names in self.gradients for name in names}:
+            return [[], []]
+        return [_updates_of(names, owners) for names in self.gradients]
+
     @property
     def normed_gradient(self) -> str | None:
         """Name of the gradient whose norm differs first: clipping takes the norms of all, in order."""
@@ -320,6 +332,17 @@ def choices_of_steps(environment: Sequence[EnvironmentDifference]) -> list[Envir
 def earlier_choice(choices: Sequence[EnvironmentDifference]) -> EnvironmentDifference | None:
     """Return a setting that changed the weights in earlier steps."""
     return next((one for one in choices if one.name.startswith(("optimizer", "trainer.", "settings."))), None)
+
+
+def _updates_of(gradients: Sequence[str], owners: Mapping[str, str]) -> list[str]:
+    """Return the owner of each run of gradients; an update has a gradient once."""
+    updates, names = list[str](), set[str]()
+    for name in gradients:
+        if not updates or owners[name] != updates[-1] or name in names:
+            updates.append(owners[name])
+            names.clear()
+        names.add(name)
+    return updates
 
 
 def _gradient_names(program: Program) -> list[str]:

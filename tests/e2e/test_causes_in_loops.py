@@ -1,6 +1,7 @@
 """Faults planted in loops without a Trainer: the verdict says what happened, and what to do."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +51,63 @@ def test_a_draw_whose_state_is_restored_is_an_extra_draw(tmp_path):
     assert (verdict.cause, verdict.first_divergence.op) == ("rng", "aten.rand.default")
     assert "Remove the draw, or record the reference again" in verdict.explanation
     assert "Seed this generator" not in verdict.explanation
+
+
+class Alternating(Loop):
+    """An optimizer for the first layers and one for the last; ``calls`` has the optimizers of each step."""
+
+    def __init__(self, calls: Mapping[int, Sequence[int]]) -> None:
+        super().__init__()
+        last = self.model.last.parameters()  # type: ignore[union-attr, operator]
+        first = [one for name, one in self.model.named_parameters() if not name.startswith("last.")]
+        self.optimizers = [torch.optim.SGD(first, lr=0.1), torch.optim.Adam(last, lr=0.1)]
+        self.calls = calls
+
+    def train_step(self, batch: Any) -> None:
+        self.loss(batch).backward()
+        for number in self.calls.get(self.num_done, (0, 1)):
+            self.optimizers[number].step()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+
+class Repeating(Loop):
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+
+    def train_step(self, batch: Any) -> None:
+        self.loss(batch).backward()
+        for _ in range(self.times if self.num_done == 2 else 1):
+            self.optimizers[0].step()
+        self.optimizers[0].zero_grad()
+
+
+UPDATED = "updated nothing in the {}, and got gradients in the {}"
+
+
+@pytest.mark.parametrize("level", ["op", "state"])
+@pytest.mark.parametrize(
+    ("reference", "current", "what"),
+    [
+        ((0, 1), (1,), f"optimizer 0 {UPDATED.format('current run', 'reference')}"),
+        ((0, 1), (0,), f"optimizer 1 {UPDATED.format('current run', 'reference')}"),
+        ((1,), (0, 1), f"optimizer 0 {UPDATED.format('reference', 'current run')}"),
+        ((0, 1), (1, 0, 1), "the optimizers got their gradients in the order 0, 1 in the reference and 1, 0, 1 in the"),
+        ((0,), (1,), "the optimizers got their gradients in the order 0 in the reference and 1 in the current run"),
+    ],
+)
+def test_an_optimizer_that_one_run_does_not_step_is_named(reference, current, what, level, tmp_path):
+    verdict = verify(
+        partial(Alternating, {2: current}), tmp_path, reference=partial(Alternating, {2: reference}), level=level
+    )
+    assert (verdict.cause, verdict.first_divergence.step) == ("optimizer", 2), verdict.explanation
+    assert verdict.explanation.startswith(f"Step 2: {what}"), verdict.explanation
+    assert "Check what calls optimizer.step()" in verdict.explanation
+
+
+def test_a_second_call_of_step_is_counted(tmp_path):
+    verdict = verify(partial(Repeating, 2), tmp_path, reference=partial(Repeating, 1))
+    assert verdict.cause == "optimizer"
+    said = "Step 2: the optimizer got its gradients 1 time in the reference and 2 times in the current run. Check"
+    assert verdict.explanation.startswith(said), verdict.explanation
