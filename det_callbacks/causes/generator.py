@@ -7,6 +7,8 @@ Example:
 """
 
 from det_callbacks.causes.phrases.generators import RESUME_EXACTLY, keep_from_drawing, show_change
+from det_callbacks.causes.phrases.sites import site_text
+from det_callbacks.causes.phrases.steps import place
 from det_callbacks.causes.rule import Answer, Causes
 from det_callbacks.compare.differences import Finding
 from det_callbacks.compare.facts import Facts
@@ -17,7 +19,21 @@ CAUSES: Causes = ("rng",)
 
 
 def find(facts: Facts) -> Answer | None:
-    return Answer(cause="rng", advice=advise(facts)) if _is_cause(facts) else None
+    if not _is_cause(facts):
+        return None
+    return _of_recomputation(facts) or Answer(cause="rng", advice=advise(facts))
+
+
+def _of_recomputation(facts: Facts) -> Answer | None:
+    if facts.unrestored_draw is None:
+        return None
+    op, side = facts.unrestored_draw
+    return Answer(
+        cause="rng",
+        explanation=f"{place(facts)}, {op.phase}: activation checkpointing recomputed {site_text(op)} without the state "
+        f"of the generator {facts.first.divergence.name} that its forward pass had, in the {side} only",
+        advice="Do not pass preserve_rng_state=False to torch.utils.checkpoint",
+    )
 
 
 def _is_cause(facts: Facts) -> bool:

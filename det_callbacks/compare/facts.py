@@ -11,8 +11,8 @@ from det_callbacks.compare.differences import Finding, StepDifference
 from det_callbacks.compare.evidence import Evidence, GeneratorChange
 from det_callbacks.runs.environment import CONFIGURATION
 from det_callbacks.runs.evidence import AFTER_BACKWARD, AFTER_FORWARD, BATCH_END, BATCH_START, DRAWING, LOADER
-from det_callbacks.runs.program import Program, is_further
-from det_callbacks.verdict import EnvironmentDifference
+from det_callbacks.runs.program import Program, StepView, is_further
+from det_callbacks.verdict import Divergence, EnvironmentDifference
 
 LENGTHS = frozenset({"trainer.min_epochs", "trainer.max_epochs", "trainer.min_steps", "trainer.max_steps"})
 """Settings of the number of steps, which change nothing in common steps."""
@@ -32,6 +32,8 @@ DataChange = Literal[
     "other",  # unknown
 ]
 """How a batch differs."""
+
+Side = Literal["reference", "current run"]
 
 _DRAWING = (LOADER, DRAWING)
 """Points after which the sampler and the loader draw."""
@@ -191,10 +193,36 @@ class Facts:
 
     @property
     def is_set_in_step(self) -> bool:
-        """Whether a generator that differs before its first draw matched when the step started."""
+        """Whether a generator that an op draws from matched when the step started."""
+        if self.first.role == "generator" and self.difference.sites_read(self.first.row):
+            return True  # an earlier state in the step matches
         names = {finding.divergence.name for finding in self.sources if finding.divergence.phase == "rng"}
         start = self.difference.step, BATCH_START
         return any(one.name in names and one.equal_at == start for one in self.evidence.generators)
+
+    @cached_property
+    def unrestored_draw(self) -> tuple[Divergence, Side] | None:
+        """The op that activation checkpointing recomputed from another generator state than its forward pass.
+
+        And which run did so; the other run restored a state that the step had drawn from.
+        """
+        difference, row = self.difference, self.first.row
+        reference_position, current_position = difference.pairs[row]
+        if self.first.role != "generator" or min(reference_position, current_position) < 0:
+            return None
+        readers, read = difference.current.program.edges
+        sites = difference.current.program.sites
+        drawing = next((at for at in readers[read == current_position].tolist() if sites[at].op), None)
+        if drawing is None or not sites[drawing].recomputed:
+            return None
+        is_restored = (
+            _is_drawn_before(difference.reference, reference_position),
+            _is_drawn_before(difference.current, current_position),
+        )
+        if is_restored not in ((True, False), (False, True)):
+            return None
+        drawing_row = next(at for at, (_, position) in enumerate(difference.pairs) if position == drawing)
+        return difference.describe(drawing_row), "current run" if is_restored[0] else "reference"
 
     def is_before_step(self, change: GeneratorChange) -> bool:
         """Return whether a generator differed before the step's batch was loaded."""
@@ -343,6 +371,15 @@ def _updates_of(gradients: Sequence[str], owners: Mapping[str, str]) -> list[str
             names.clear()
         names.add(name)
     return updates
+
+
+def _is_drawn_before(view: StepView, position: int) -> bool:
+    """Return whether an earlier row of a generator has the state that it has at a position."""
+    name, state = view.program.sites[position].name, view.record.digests[position]
+    earlier = enumerate(view.program.sites[:position])
+    return any(
+        (site.role, site.name) == ("generator", name) and view.record.digests[at] == state for at, site in earlier
+    )
 
 
 def _gradient_names(program: Program) -> list[str]:

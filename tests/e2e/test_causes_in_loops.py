@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 from loops import Loop, train
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 from det_callbacks import DivergenceError
 from det_callbacks.verdict import Verdict
@@ -111,3 +114,53 @@ def test_a_second_call_of_step_is_counted(tmp_path):
     assert verdict.cause == "optimizer"
     said = "Step 2: the optimizer got its gradients 1 time in the reference and 2 times in the current run. Check"
     assert verdict.explanation.startswith(said), verdict.explanation
+
+
+class Checkpointed(Loop):
+    def __init__(self, *, preserve_rng_state: bool) -> None:
+        super().__init__()
+        self.preserve_rng_state = preserve_rng_state
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, labels = batch
+        model: Any = self.model
+        hidden = checkpoint(
+            lambda one: model.drop(torch.relu(model.first(one))),
+            inputs,
+            use_reentrant=False,
+            preserve_rng_state=self.preserve_rng_state,
+        )
+        return cross_entropy(model.last(hidden), labels)
+
+
+@pytest.mark.parametrize("is_in_reference", [False, True])
+def test_a_recomputation_without_its_generator_state_is_named(is_in_reference, tmp_path):
+    reference, current = (
+        partial(Checkpointed, preserve_rng_state=is_preserved)
+        for is_preserved in (not is_in_reference, is_in_reference)
+    )
+    verdict = verify(current, tmp_path, reference=reference)
+    assert (verdict.cause, verdict.first_divergence.step) == ("rng", 0)
+    said = "Step 0, backward: activation checkpointing recomputed aten.bernoulli_.float in drop ("
+    assert verdict.explanation.startswith(said), verdict.explanation
+    side = "reference" if is_in_reference else "current run"
+    assert f"that its forward pass had, in the {side} only. Do not pass preserve_rng_state=False" in verdict.explanation
+
+
+def test_a_seed_after_a_draw_is_not_in_place_before_the_step(tmp_path):
+    """Without the evidence too, the state that the step's first draw had is recorded."""
+
+    class DrawsTwice(Loop):
+        def __init__(self, *, seeds: bool) -> None:
+            super().__init__()
+            self.seeds = seeds
+
+        def loss(self, batch: Any) -> Tensor:
+            loss = super().loss(batch)
+            if self.seeds and self.num_done == 2:
+                torch.manual_seed(5)
+            return loss * torch.rand(())
+
+    verdict = verify(partial(DrawsTwice, seeds=True), tmp_path, reference=partial(DrawsTwice, seeds=False))
+    assert (verdict.cause, verdict.first_divergence.step) == ("rng", 2)
+    assert "code in the step changed it before a draw, without a recorded op" in verdict.explanation
