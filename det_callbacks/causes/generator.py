@@ -30,8 +30,8 @@ def _of_recomputation(facts: Facts) -> Answer | None:
     op, side = facts.unrestored_draw
     return Answer(
         cause="rng",
-        explanation=f"{place(facts)}, {op.phase}: activation checkpointing recomputed {site_text(op)} without the state "
-        f"of the generator {facts.first.divergence.name} that its forward pass had, in the {side} only",
+        explanation=f"{place(facts)}, {op.phase}: activation checkpointing recomputed {site_text(op)} without the "
+        f"state of the generator {facts.first.divergence.name} that its forward pass had, in the {side} only",
         advice="Do not pass preserve_rng_state=False to torch.utils.checkpoint",
     )
 
