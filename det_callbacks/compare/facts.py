@@ -376,10 +376,8 @@ def _updates_of(gradients: Sequence[str], owners: Mapping[str, str]) -> list[str
 def _is_drawn_before(view: StepView, position: int) -> bool:
     """Return whether an earlier row of a generator has the state that it has at a position."""
     name, state = view.program.sites[position].name, view.record.digests[position]
-    earlier = enumerate(view.program.sites[:position])
-    return any(
-        (site.role, site.name) == ("generator", name) and view.record.digests[at] == state for at, site in earlier
-    )
+    earlier = zip(view.program.sites[:position], view.record.digests, strict=False)
+    return any((site.role, site.name) == ("generator", name) and digest == state for site, digest in earlier)
 
 
 def _gradient_names(program: Program) -> list[str]:

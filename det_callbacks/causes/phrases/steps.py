@@ -53,7 +53,8 @@ def _explain_sources(facts: Facts) -> str:
     if (facts.first.divergence.name or "").endswith(AFTER_STEP):
         cause = "everything before it in the step matches"
     elif phase == "rng" and facts.is_set_in_step:
-        draw = "a draw" if facts.difference.sites_read(facts.first.row) else "the first draw"
+        has_drawn = any(site.op for site in facts.difference.sites_read(facts.first.row))
+        draw = "a later draw" if has_drawn else "the first draw"
         cause = f"code in the step changed it before {draw}, without a recorded op (such as torch.manual_seed)"
     else:
         cause = "the step started with this difference, so no op caused it"
