@@ -22,6 +22,8 @@ def find(facts: Facts) -> Answer | None:
         return Answer(cause="rng", advice=generator.advise(facts))
     # a generator that was not restored draws and augments different samples
     is_same_data = facts.has_equal_samples or facts.evidence.batch.is_whole
-    if is_same_data or not facts.is_resumed or "rng" not in facts.source_phases:
+    if not facts.is_resumed or "rng" not in facts.source_phases:
+        return None
+    if is_same_data and not facts.is_shuffle_unrestored:
         return None
     return Answer(cause="rng", advice=RESUME_EXACTLY if facts.consumed is None else generator.advise(facts))

@@ -42,6 +42,7 @@ MAX_SEARCHED = 4
 MIN_FOUND = 0.75
 """The share that is enough, because a sketch may leave one out."""
 
+_SAMPLER = "sampler of "  # prefix of the name of a loader's setting
 _AS_LOADED = " as loaded"  # suffix of the names of tensors that were changed between the loader and the step
 
 
@@ -100,6 +101,7 @@ class BatchChange:
 
     # how the indices that samplers drew differ; cut: different batch sizes
     indices: Literal["same", "reordered", "cut", "other"] | None = None
+    is_process_shuffle: bool = False  # torch's RandomSampler shuffles with the generator of the process
     is_loaded_alike: bool | None = None  # the loaders' output matches
     found_at: int | None = None  # step of the reference with samples of this batch
     is_whole: bool = False  # that batch holds all of them
@@ -408,9 +410,16 @@ def _batch_change(reference: Window, current: Window, step: int) -> BatchChange:
     }
     return BatchChange(
         indices=indices,
+        is_process_shuffle=_is_process_shuffle(current.settings),
         first_index=next(other_indices, None),
         settings={name: pair for name, pair in settings.items() if pair[0] != pair[1]},
     )
+
+
+def _is_process_shuffle(settings: Mapping[str, str]) -> bool:
+    samplers = {name.removeprefix(_SAMPLER): one for name, one in settings.items() if name.startswith(_SAMPLER)}
+    shuffled = [loader for loader, sampler in samplers.items() if sampler == "RandomSampler"]
+    return any(settings.get(f"separate generator of {loader}") == str(False) for loader in shuffled)
 
 
 def _is_cut(reference: list[Any], current: list[Any]) -> bool:

@@ -38,6 +38,7 @@ Side = Literal["reference", "current run"]
 _DRAWING = (LOADER, DRAWING)
 """Points after which the sampler and the loader draw."""
 _WITHIN_STEP = (AFTER_FORWARD, AFTER_BACKWARD, BATCH_END)
+_TORCH_CPU = "torch.cpu"  # torch's generator of the process
 _OF_MODEL = ("hparams.", CONFIGURATION)
 _STARTS_BACKWARD = "aten.ones_like.default"
 """The gradient of a loss with respect to itself: ``torch.autograd`` makes it before its engine runs."""
@@ -190,6 +191,14 @@ class Facts:
         """The generator from which something other than the data drew in only one run."""
         since = (one for one in self.evidence.generators if one.equal_at is not None and not one.is_reseeded)
         return next((one for one in since if one.points[0] not in _DRAWING and not one.has_other_start), None)
+
+    @property
+    def is_shuffle_unrestored(self) -> bool:
+        """Whether a resume did not restore the generator that the shuffle draws from; both runs seeded it equally."""
+        unrestored = (one for one in self.evidence.generators if one.equal_at is None and not one.is_reseeded)
+        batch = self.evidence.batch
+        is_other_shuffle = batch.is_process_shuffle and batch.indices != "same"
+        return self.is_resumed and is_other_shuffle and any(one.name == _TORCH_CPU for one in unrestored)
 
     @property
     def is_set_in_step(self) -> bool:
