@@ -55,6 +55,7 @@ class Window:
     hooks: Mapping[str, str]  # "before on_train_batch_end" -> the callbacks called before ours
     constants: frozenset[str] = frozenset()  # initial tensors that hold a single value
     options: Mapping[str, tuple[int, str]] = field(default_factory=dict)  # "lr of group 0" -> since which step, JSON
+    changed_options: frozenset[str] = frozenset()  # those that have had another value
     starts: Mapping[str, int] = field(default_factory=dict)  # digest of each generator's first state
     scripted: tuple[str, ...] = ()  # modules that are, or contain, TorchScript
     optimizers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # "0" -> the parameters that it trains
@@ -120,6 +121,7 @@ class OptionChange:
     reference: str
     current: str
     since: int  # step
+    is_first_value: bool  # in both runs it had no other value before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,7 +231,7 @@ def gather_window(rows: Iterable[Row], *, since: int | None) -> Window | None:
     settings, hooks = dict[str, str](), dict[str, str]()
     options, starts = dict[str, tuple[int, str]](), dict[str, int]()
     constants, scripted = frozenset[str](), tuple[str, ...]()
-    optimizers = dict[str, tuple[str, ...]]()
+    optimizers, changed = dict[str, tuple[str, ...]](), set[str]()
     for row in rows:
         if row.text and row.point == LOADER:
             settings[row.name] = row.text
@@ -242,6 +244,8 @@ def gather_window(rows: Iterable[Row], *, since: int | None) -> Window | None:
         elif row.name == SCRIPTED:
             scripted = tuple(json.loads(row.text))
         elif row.point == OPTIONS:
+            if row.name in options:
+                changed.add(row.name)
             options[row.name] = (row.step, row.text)
         elif row.point == PARAMETERS and row.name.startswith(IN_OPTIMIZER):
             optimizers[row.name.removeprefix(IN_OPTIMIZER)] = tuple(json.loads(row.text))
@@ -259,6 +263,7 @@ def gather_window(rows: Iterable[Row], *, since: int | None) -> Window | None:
         hooks=hooks,
         constants=constants,
         options=options,
+        changed_options=frozenset(changed),
         starts=starts,
         scripted=scripted,
         optimizers=optimizers,
@@ -325,7 +330,14 @@ def _option_changes(reference: Window, current: Window) -> Iterator[OptionChange
         current_since, current_value = current.options[name]
         if reference_value != current_value:
             since = max(reference_since, current_since)
-            yield OptionChange(name=name, reference=reference_value, current=current_value, since=since)
+            is_first_value = name not in reference.changed_options | current.changed_options
+            yield OptionChange(
+                name=name,
+                reference=reference_value,
+                current=current_value,
+                since=since,
+                is_first_value=is_first_value,
+            )
 
 
 def _generator_change(reference: Window, current: Window, step: int, name: str) -> GeneratorChange | None:
