@@ -6,22 +6,31 @@ Example:
     generator, or restore the state of torch.cpu afterwards.
 """
 
+from det_callbacks.causes.phrases.choices import USE_ONE_VALUE, explained_by
 from det_callbacks.causes.phrases.generators import RESUME_EXACTLY, keep_from_drawing, show_change
 from det_callbacks.causes.phrases.sites import site_text
-from det_callbacks.causes.phrases.steps import place
+from det_callbacks.causes.phrases.steps import explain_first, place
 from det_callbacks.causes.rule import Answer, Causes
 from det_callbacks.compare.differences import Finding
 from det_callbacks.compare.facts import Facts
 from det_callbacks.runs.evidence import LOADER
 from det_callbacks.text import capitalised
 
-CAUSES: Causes = ("rng",)
+CAUSES: Causes = ("rng", "settings")
 
 
 def find(facts: Facts) -> Answer | None:
     if not _is_cause(facts):
         return None
-    return _of_recomputation(facts) or Answer(cause="rng", advice=advise(facts))
+    return of_validation(facts) or _of_recomputation(facts) or Answer(cause="rng", advice=advise(facts))
+
+
+def of_validation(facts: Facts) -> Answer | None:
+    """Return the answer if only one run validated, because of a setting."""
+    choice = facts.validation_choice
+    if choice is None:
+        return None
+    return Answer(cause="settings", explanation=explained_by(choice, explain_first(facts)), advice=USE_ONE_VALUE)
 
 
 def _of_recomputation(facts: Facts) -> Answer | None:

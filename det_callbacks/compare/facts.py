@@ -20,6 +20,14 @@ LENGTHS = frozenset({"trainer.min_epochs", "trainer.max_epochs", "trainer.min_st
 DTYPES = ("trainer.precision", "torch.default_dtype")
 """Settings of the dtype that weights and batches have before anything is computed."""
 
+VALIDATION = (
+    "trainer.limit_val_batches",
+    "trainer.val_check_interval",
+    "trainer.check_val_every_n_epoch",
+    "trainer.num_sanity_val_steps",
+)
+"""Settings that determine when a validation runs, and on which data."""
+
 COLLECTIVES = ("c10d.", "_c10d_functional")
 
 DataChange = Literal[
@@ -38,6 +46,7 @@ Side = Literal["reference", "current run"]
 _DRAWING = (LOADER, DRAWING)
 """Points after which the sampler and the loader draw."""
 _WITHIN_STEP = (AFTER_FORWARD, AFTER_BACKWARD, BATCH_END)
+_VALIDATIONS = frozenset({"before the sanity check", "before validation"})
 _TORCH_CPU = "torch.cpu"  # torch's generator of the process
 _OF_MODEL = ("hparams.", CONFIGURATION)
 _STARTS_BACKWARD = "aten.ones_like.default"
@@ -199,6 +208,14 @@ class Facts:
         batch = self.evidence.batch
         is_other_shuffle = batch.is_process_shuffle and batch.indices != "same"
         return self.is_resumed and is_other_shuffle and any(one.name == _TORCH_CPU for one in unrestored)
+
+    @property
+    def validation_choice(self) -> EnvironmentDifference | None:
+        """The setting of the validation in which one run drew from a generator."""
+        points = () if self.consumed is None else self.consumed.points
+        if _VALIDATIONS.isdisjoint(points):
+            return None
+        return next((one for one in self.choices if one.name in VALIDATION), None)
 
     @property
     def is_set_in_step(self) -> bool:
