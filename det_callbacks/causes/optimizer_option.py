@@ -32,7 +32,8 @@ def find(facts: Facts) -> Answer | None:
         return Answer(
             cause="settings",
             explanation=f"{listed(changes, '; ')}. {explain_first(facts)}",
-            advice=f"Check how the script builds the optimizer{on_rank}, and what sets {names} before the first update",
+            advice=f"Check how the script builds the optimizer and its schedulers{on_rank}, and what else sets {names} "
+            "before the first update",
         )
     changes = [f"from step {one.since} on, {_both_values(one)}" for one in facts.evidence.options]
     return Answer(

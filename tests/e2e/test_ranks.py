@@ -68,7 +68,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
         (
             "lr of group 0 is 0.01 in the reference and 0.02 in the current run from the first update on. Step 0 of ",
             "it started on rank 1; rank 0 sent",
-            "Check how the script builds the optimizer on rank 1, and what sets lr of group 0 before the first update.",
+            "Check how the script builds the optimizer and its schedulers on rank 1, and what else sets lr of group 0",
         ),
     ),
     "collective": (
