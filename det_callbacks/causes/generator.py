@@ -6,18 +6,43 @@ Example:
     generator, or restore the state of torch.cpu afterwards.
 """
 
+from det_callbacks.causes.phrases.choices import USE_ONE_VALUE, explained_by
 from det_callbacks.causes.phrases.generators import RESUME_EXACTLY, keep_from_drawing, show_change
+from det_callbacks.causes.phrases.sites import site_text
+from det_callbacks.causes.phrases.steps import explain_first, place
 from det_callbacks.causes.rule import Answer, Causes
 from det_callbacks.compare.differences import Finding
 from det_callbacks.compare.facts import Facts
 from det_callbacks.runs.evidence import LOADER
 from det_callbacks.text import capitalised
 
-CAUSES: Causes = ("rng",)
+CAUSES: Causes = ("rng", "settings")
 
 
 def find(facts: Facts) -> Answer | None:
-    return Answer(cause="rng", advice=advise(facts)) if _is_cause(facts) else None
+    if not _is_cause(facts):
+        return None
+    return of_validation(facts) or _of_recomputation(facts) or Answer(cause="rng", advice=advise(facts))
+
+
+def of_validation(facts: Facts) -> Answer | None:
+    """Return the answer if only one run validated, because of a setting."""
+    choice = facts.validation_choice
+    if choice is None:
+        return None
+    return Answer(cause="settings", explanation=explained_by(choice, explain_first(facts)), advice=USE_ONE_VALUE)
+
+
+def _of_recomputation(facts: Facts) -> Answer | None:
+    if facts.unrestored_draw is None:
+        return None
+    op, side = facts.unrestored_draw
+    return Answer(
+        cause="rng",
+        explanation=f"{place(facts)}, {op.phase}: activation checkpointing recomputed {site_text(op)} without the "
+        f"state of the generator {facts.first.divergence.name} that its forward pass had, in the {side} only",
+        advice="Do not pass preserve_rng_state=False to torch.utils.checkpoint",
+    )
 
 
 def _is_cause(facts: Facts) -> bool:
@@ -49,6 +74,8 @@ def advise(facts: Facts) -> str:
         return RESUME_EXACTLY
     if consumed is not None:
         return keep_from_drawing(consumed, facts.evidence)
+    if not changes and facts.first.divergence.kind == "extra":
+        return "Remove the draw, or record the reference again"
     if not changes:
         return "Seed this generator, and save its state in checkpoints"
     first = changes[0]

@@ -12,16 +12,18 @@ from det_callbacks.causes.phrases.generators import RESUME_EXACTLY
 from det_callbacks.causes.rule import Answer, Causes
 from det_callbacks.compare.facts import Facts
 
-CAUSES: Causes = ("rng",)
+CAUSES: Causes = ("rng", "settings")
 
 
 def find(facts: Facts) -> Answer | None:
     if not facts.has_other_data:
         return None
     if facts.consumed is not None and facts.is_before_step(facts.consumed):
-        return Answer(cause="rng", advice=generator.advise(facts))
+        return generator.of_validation(facts) or Answer(cause="rng", advice=generator.advise(facts))
     # a generator that was not restored draws and augments different samples
     is_same_data = facts.has_equal_samples or facts.evidence.batch.is_whole
-    if is_same_data or not facts.is_resumed or "rng" not in facts.source_phases:
+    if not facts.is_resumed or "rng" not in facts.source_phases:
+        return None
+    if is_same_data and not facts.is_shuffle_unrestored:
         return None
     return Answer(cause="rng", advice=RESUME_EXACTLY if facts.consumed is None else generator.advise(facts))

@@ -18,6 +18,7 @@ from det_callbacks.runs.evidence import (
     BATCH_START,
     CALLBACKS,
     CONSTANTS,
+    IN_OPTIMIZER,
     INDICES,
     LOADER,
     OPTIONS,
@@ -41,6 +42,7 @@ MAX_SEARCHED = 4
 MIN_FOUND = 0.75
 """The share that is enough, because a sketch may leave one out."""
 
+_SAMPLER = "sampler of "  # prefix of the name of a loader's setting
 _AS_LOADED = " as loaded"  # suffix of the names of tensors that were changed between the loader and the step
 
 
@@ -53,8 +55,10 @@ class Window:
     hooks: Mapping[str, str]  # "before on_train_batch_end" -> the callbacks called before ours
     constants: frozenset[str] = frozenset()  # initial tensors that hold a single value
     options: Mapping[str, tuple[int, str]] = field(default_factory=dict)  # "lr of group 0" -> since which step, JSON
+    changed_options: frozenset[str] = frozenset()  # those that have had another value
     starts: Mapping[str, int] = field(default_factory=dict)  # digest of each generator's first state
     scripted: tuple[str, ...] = ()  # modules that are, or contain, TorchScript
+    optimizers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # "0" -> the parameters that it trains
 
     def batch(self, step: int) -> dict[str, Row]:
         return {row.name: row for row in self.rows if row.step == step and row.point == BATCH}
@@ -98,6 +102,7 @@ class BatchChange:
 
     # how the indices that samplers drew differ; cut: different batch sizes
     indices: Literal["same", "reordered", "cut", "other"] | None = None
+    is_process_shuffle: bool = False  # torch's RandomSampler shuffles with the generator of the process
     is_loaded_alike: bool | None = None  # the loaders' output matches
     found_at: int | None = None  # step of the reference with samples of this batch
     is_whole: bool = False  # that batch holds all of them
@@ -116,6 +121,7 @@ class OptionChange:
     reference: str
     current: str
     since: int  # step
+    is_first_value: bool  # in both runs it had no other value before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +135,7 @@ class Evidence:
     constants: frozenset[str] = frozenset()  # initial tensors that are constant in both runs
     options: tuple[OptionChange, ...] = ()
     scripted: tuple[str, ...] = ()  # TorchScript modules of the current run
+    optimizers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # as in ``Window``, if equal in both runs
     moments: tuple[tuple[int, str], ...] = ()  # (step, point) of the current run, from the step before on
     unread: str = ""  # why it could not be read
 
@@ -211,7 +218,7 @@ def read_window(run: Run, rank: int, segment: int, step: int) -> Window | None:
 
     def is_wanted(batch: pa.RecordBatch) -> np.ndarray:
         texts, points, steps = (batch.column(name).to_numpy(False) for name in ("text", "point", "step"))
-        is_kept_until_changed = (texts != "") & (points != BATCH) & (points != VALUES) & (points != PARAMETERS)
+        is_kept_until_changed = (texts != "") & (points != BATCH) & (points != VALUES)
         is_recent = steps >= (since or 0)
         return np.asarray((steps <= step) & (is_recent | is_kept_until_changed))
 
@@ -224,6 +231,7 @@ def gather_window(rows: Iterable[Row], *, since: int | None) -> Window | None:
     settings, hooks = dict[str, str](), dict[str, str]()
     options, starts = dict[str, tuple[int, str]](), dict[str, int]()
     constants, scripted = frozenset[str](), tuple[str, ...]()
+    optimizers, changed = dict[str, tuple[str, ...]](), set[str]()
     for row in rows:
         if row.text and row.point == LOADER:
             settings[row.name] = row.text
@@ -236,7 +244,11 @@ def gather_window(rows: Iterable[Row], *, since: int | None) -> Window | None:
         elif row.name == SCRIPTED:
             scripted = tuple(json.loads(row.text))
         elif row.point == OPTIONS:
+            if row.name in options:
+                changed.add(row.name)
             options[row.name] = (row.step, row.text)
+        elif row.point == PARAMETERS and row.name.startswith(IN_OPTIMIZER):
+            optimizers[row.name.removeprefix(IN_OPTIMIZER)] = tuple(json.loads(row.text))
         elif row.point not in (UNSEEN_WRITE, VALUES, PARAMETERS):
             if since is None or row.step > since:
                 kept.append(row)
@@ -251,8 +263,10 @@ def gather_window(rows: Iterable[Row], *, since: int | None) -> Window | None:
         hooks=hooks,
         constants=constants,
         options=options,
+        changed_options=frozenset(changed),
         starts=starts,
         scripted=scripted,
+        optimizers=optimizers,
     )
 
 
@@ -306,6 +320,7 @@ def compare_windows(reference: Window, current: Window, step: int) -> Evidence:
         constants=reference.constants & current.constants,
         options=tuple(_option_changes(reference, current)),
         scripted=current.scripted,
+        optimizers=current.optimizers if current.optimizers == reference.optimizers else {},
     )
 
 
@@ -315,7 +330,14 @@ def _option_changes(reference: Window, current: Window) -> Iterator[OptionChange
         current_since, current_value = current.options[name]
         if reference_value != current_value:
             since = max(reference_since, current_since)
-            yield OptionChange(name=name, reference=reference_value, current=current_value, since=since)
+            is_first_value = name not in reference.changed_options | current.changed_options
+            yield OptionChange(
+                name=name,
+                reference=reference_value,
+                current=current_value,
+                since=since,
+                is_first_value=is_first_value,
+            )
 
 
 def _generator_change(reference: Window, current: Window, step: int, name: str) -> GeneratorChange | None:
@@ -400,9 +422,16 @@ def _batch_change(reference: Window, current: Window, step: int) -> BatchChange:
     }
     return BatchChange(
         indices=indices,
+        is_process_shuffle=_is_process_shuffle(current.settings),
         first_index=next(other_indices, None),
         settings={name: pair for name, pair in settings.items() if pair[0] != pair[1]},
     )
+
+
+def _is_process_shuffle(settings: Mapping[str, str]) -> bool:
+    samplers = {name.removeprefix(_SAMPLER): one for name, one in settings.items() if name.startswith(_SAMPLER)}
+    shuffled = [loader for loader, sampler in samplers.items() if sampler == "RandomSampler"]
+    return any(settings.get(f"separate generator of {loader}") == str(False) for loader in shuffled)
 
 
 def _is_cut(reference: list[Any], current: list[Any]) -> bool:

@@ -1,6 +1,6 @@
 """The facts of the first step that differs, for the rules in ``causes/``."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -11,14 +11,22 @@ from det_callbacks.compare.differences import Finding, StepDifference
 from det_callbacks.compare.evidence import Evidence, GeneratorChange
 from det_callbacks.runs.environment import CONFIGURATION
 from det_callbacks.runs.evidence import AFTER_BACKWARD, AFTER_FORWARD, BATCH_END, BATCH_START, DRAWING, LOADER
-from det_callbacks.runs.program import Program, is_further
-from det_callbacks.verdict import EnvironmentDifference
+from det_callbacks.runs.program import Program, StepView, is_further
+from det_callbacks.verdict import Divergence, EnvironmentDifference
 
 LENGTHS = frozenset({"trainer.min_epochs", "trainer.max_epochs", "trainer.min_steps", "trainer.max_steps"})
 """Settings of the number of steps, which change nothing in common steps."""
 
 DTYPES = ("trainer.precision", "torch.default_dtype")
 """Settings of the dtype that weights and batches have before anything is computed."""
+
+VALIDATION = (
+    "trainer.limit_val_batches",
+    "trainer.val_check_interval",
+    "trainer.check_val_every_n_epoch",
+    "trainer.num_sanity_val_steps",
+)
+"""Settings that determine when a validation runs, and on which data."""
 
 COLLECTIVES = ("c10d.", "_c10d_functional")
 
@@ -33,9 +41,13 @@ DataChange = Literal[
 ]
 """How a batch differs."""
 
+Side = Literal["reference", "current run"]
+
 _DRAWING = (LOADER, DRAWING)
 """Points after which the sampler and the loader draw."""
 _WITHIN_STEP = (AFTER_FORWARD, AFTER_BACKWARD, BATCH_END)
+_VALIDATIONS = frozenset({"before the sanity check", "before validation"})
+_TORCH_CPU = "torch.cpu"  # torch's generator of the process
 _OF_MODEL = ("hparams.", CONFIGURATION)
 _STARTS_BACKWARD = "aten.ones_like.default"
 """The gradient of a loss with respect to itself: ``torch.autograd`` makes it before its engine runs."""
@@ -190,11 +202,53 @@ class Facts:
         return next((one for one in since if one.points[0] not in _DRAWING and not one.has_other_start), None)
 
     @property
+    def is_shuffle_unrestored(self) -> bool:
+        """Whether a resume did not restore the generator that the shuffle draws from; both runs seeded it equally."""
+        unrestored = (one for one in self.evidence.generators if one.equal_at is None and not one.is_reseeded)
+        batch = self.evidence.batch
+        is_other_shuffle = batch.is_process_shuffle and batch.indices != "same"
+        return self.is_resumed and is_other_shuffle and any(one.name == _TORCH_CPU for one in unrestored)
+
+    @property
+    def validation_choice(self) -> EnvironmentDifference | None:
+        """The setting of the validation in which one run drew from a generator."""
+        points = () if self.consumed is None else self.consumed.points
+        if _VALIDATIONS.isdisjoint(points):
+            return None
+        return next((one for one in self.choices if one.name in VALIDATION), None)
+
+    @property
     def is_set_in_step(self) -> bool:
-        """Whether a generator that differs before its first draw matched when the step started."""
+        """Whether a generator that an op draws from matched when the step started."""
+        if self.first.role == "generator" and self.difference.sites_read(self.first.row):
+            return True  # an earlier state in the step matches
         names = {finding.divergence.name for finding in self.sources if finding.divergence.phase == "rng"}
         start = self.difference.step, BATCH_START
         return any(one.name in names and one.equal_at == start for one in self.evidence.generators)
+
+    @cached_property
+    def unrestored_draw(self) -> tuple[Divergence, Side] | None:
+        """The op that activation checkpointing recomputed from another generator state than its forward pass.
+
+        And which run did so; the other run restored a state that the step had drawn from.
+        """
+        difference, row = self.difference, self.first.row
+        reference_position, current_position = difference.pairs[row]
+        if self.first.role != "generator" or min(reference_position, current_position) < 0:
+            return None
+        readers, read = difference.current.program.edges
+        sites = difference.current.program.sites
+        drawing = next((at for at in readers[read == current_position].tolist() if sites[at].op), None)
+        if drawing is None or not sites[drawing].recomputed:
+            return None
+        is_restored = (
+            _is_drawn_before(difference.reference, reference_position),
+            _is_drawn_before(difference.current, current_position),
+        )
+        if is_restored not in ((True, False), (False, True)):
+            return None
+        drawing_row = next(at for at, (_, position) in enumerate(difference.pairs) if position == drawing)
+        return difference.describe(drawing_row), "current run" if is_restored[0] else "reference"
 
     def is_before_step(self, change: GeneratorChange) -> bool:
         """Return whether a generator differed before the step's batch was loaded."""
@@ -214,6 +268,18 @@ class Facts:
         """Names of the gradients that the optimizers got, in the reference and in the current run."""
         programs = self.difference.reference.program, self.difference.current.program
         return [_gradient_names(program) for program in programs]
+
+    @cached_property
+    def updates(self) -> list[list[str]]:
+        """Numbers of the optimizers that got gradients, in order, in the reference and in the current run.
+
+        Both lists are empty unless each gradient is known to belong to one optimizer.
+        """
+        trained = [name for names in self.evidence.optimizers.values() for name in names]
+        owners = {f"grad of {name}": number for number, names in self.evidence.optimizers.items() for name in names}
+        if len(owners) < len(trained) or not owners.keys() >= {name for names in self.gradients for name in names}:
+            return [[], []]
+        return [_updates_of(names, owners) for names in self.gradients]
 
     @property
     def normed_gradient(self) -> str | None:
@@ -320,6 +386,24 @@ def choices_of_steps(environment: Sequence[EnvironmentDifference]) -> list[Envir
 def earlier_choice(choices: Sequence[EnvironmentDifference]) -> EnvironmentDifference | None:
     """Return a setting that changed the weights in earlier steps."""
     return next((one for one in choices if one.name.startswith(("optimizer", "trainer.", "settings."))), None)
+
+
+def _updates_of(gradients: Sequence[str], owners: Mapping[str, str]) -> list[str]:
+    """Return the owner of each run of gradients; an update has a gradient once."""
+    updates, names = list[str](), set[str]()
+    for name in gradients:
+        if not updates or owners[name] != updates[-1] or name in names:
+            updates.append(owners[name])
+            names.clear()
+        names.add(name)
+    return updates
+
+
+def _is_drawn_before(view: StepView, position: int) -> bool:
+    """Return whether an earlier row of a generator has the state that it has at a position."""
+    name, state = view.program.sites[position].name, view.record.digests[position]
+    earlier = zip(view.program.sites[:position], view.record.digests, strict=False)
+    return any((site.role, site.name) == ("generator", name) and digest == state for site, digest in earlier)
 
 
 def _gradient_names(program: Program) -> list[str]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from det_callbacks.compare.facts import earlier_choice
+from det_callbacks.compare.facts import VALIDATION, earlier_choice
 from det_callbacks.runs.metrics import CALLS, Metric, Reading, Readings
 from det_callbacks.verdict import Cause, Divergence, EnvironmentDifference, Kind
 
@@ -13,12 +13,7 @@ GENERATOR, LENGTH, FIRST_BATCH, OTHER_HOOKS = "generator ", "samples of ", "firs
 _CAUSES: tuple[tuple[str, Cause], ...] = ((LENGTH, "data_content"), (GENERATOR, "rng"), (FIRST_BATCH, "data_content"))
 _CHOICES: Mapping[str, Sequence[str]] = {
     # where a metric is read -> settings that determine how often and from which data it is computed
-    "validation": (
-        "trainer.limit_val_batches",
-        "trainer.val_check_interval",
-        "trainer.check_val_every_n_epoch",
-        "trainer.num_sanity_val_steps",
-    ),
+    "validation": VALIDATION,
     "trainer.validate": ("trainer.limit_val_batches",),
 }
 _AFTER_SITES = 1 << 40

@@ -30,7 +30,7 @@ _ROLES = {
     None: "cannot be proven to start here",
     False: "passed on: one of its inputs differs",
 }
-_SOURCE_ROLE = "source: it entered the step with this difference, so the difference starts here"
+_SOURCE_ROLE = "source: no recorded op caused this difference, so it starts here"
 _SOURCE_PHASES = ("state", "data", "rng", "input")
 
 

@@ -14,7 +14,7 @@ from det_callbacks.environment.variables import FILL_MEMORY, PERTURB
 from det_callbacks.errors import TraceError
 from det_callbacks.findings.table import ignored_findings
 from det_callbacks.observers.observations import REGISTRY, Observations
-from det_callbacks.runs.evidence import BATCH, SAMPLE
+from det_callbacks.runs.evidence import AFTER_BACKWARD, AFTER_FORWARD, BATCH, BATCH_END, SAMPLE
 from det_callbacks.runs.manifest import Manifest
 from det_callbacks.runs.peers import ALONE, Peers
 from det_callbacks.runs.selection import Selection
@@ -185,7 +185,7 @@ class TracedSession(Session):
 
     @override
     def mark(self, point: str) -> None:
-        self._evidence.mark(point, with_seeds=point == "after forward")
+        self._evidence.mark(point, with_seeds=point in (AFTER_FORWARD, AFTER_BACKWARD, BATCH_END))
 
     @override
     def begin_step(self, step: int, batch: Any) -> None:
@@ -221,7 +221,7 @@ class TracedSession(Session):
 
     @override
     def note_loss(self, loss: Any) -> None:
-        self.mark("after forward")
+        self.mark(AFTER_FORWARD)
         self._hash_mode.record_values("forward", loss, "loss")
 
     @override
@@ -254,7 +254,7 @@ class TracedSession(Session):
 
     @override
     def end_step(self, step: int, epoch: int, outputs: Any) -> bool:
-        self.mark("batch end")
+        self.mark(BATCH_END)
         self._evidence.end_step()
         self._optimized.end_step()
         if not self._hash_mode.is_open:

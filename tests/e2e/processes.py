@@ -124,7 +124,10 @@ def run_training(
 
 
 class Faulty(Classifier):
-    """Does something else on rank 1, in step 2; where the collective is at fault, all ranks get something else."""
+    """Does something else on rank 1, in step 2; where the collective is at fault, all ranks get something else.
+
+    With the fault "rate", rank 1 builds its optimizer with another learning rate.
+    """
 
     def __init__(self, fault: str = "none") -> None:
         super().__init__()
@@ -138,6 +141,12 @@ class Faulty(Classifier):
             total.numpy().view(np.int32)[0] += 1  # past torch, so that it came out of the collective
         loss: Tensor = super().training_step(batch, index)
         return loss + 0 * total.sum()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        if self.fault == "rate" and self.global_rank == 1:
+            optimizer.param_groups[0]["lr"] *= 2
+        return optimizer
 
     def is_due(self, fault: str, *, step: int = 2) -> bool:
         now = self.trainer.fit_loop.epoch_loop.total_batch_idx

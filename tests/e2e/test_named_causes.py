@@ -296,6 +296,13 @@ FAULTS = {
     "validation draws": planted(
         "rng", "torch.cpu matches before validation", ": a different number of draws", draws_in_validation=True
     ),
+    "validation at other steps": planted(
+        "settings",
+        "trainer.val_check_interval is 3 in the reference and 6 in the current run, which explains the first",
+        "Step 3: the generator state differs (torch.cpu)",
+        "!draws from the generator",
+        trainer={"val_check_interval": 6},
+    ),
     "callback draws": planted(
         "rng",
         "DrawsAtBatchEnd.on_train_batch_end draws from the generator torch.cpu: ",
@@ -350,10 +357,17 @@ FAULTS = {
         "unknown", "before step 6, in steps that were not recorded", base={"every_n_steps": 3}, changes_in_step=4
     ),
     "learning rate scheduler": planted("settings", "(none in the reference, StepLR each epoch in", scheduler=True),
+    "validation after other epochs": planted(
+        "settings",
+        "trainer.check_val_every_n_epoch is 1 in the reference and 2 in the current run, which explains",
+        "Step 6: the batch differs (batch[0] and batch[1])",
+        base={"shuffle_seed": None, "trainer": {"val_check_interval": 6}},
+        trainer={"val_check_interval": 6, "check_val_every_n_epoch": 2},
+    ),
     "gradient clipping": planted("settings", "trainer.gradient_clip_val", trainer={"gradient_clip_val": 0.01}),
     "accumulation": planted("settings", "accumulate_grad_batches (1", trainer={"accumulate_grad_batches": 2}),
 }
-EVERYDAY, SELDOM = [*FAULTS][:15], [*FAULTS][15:]
+EVERYDAY, SELDOM = [*FAULTS][:16], [*FAULTS][16:]
 
 UNSEEN = "something that the recorder does not see (NumPy, a raw kernel"
 WRITES = {

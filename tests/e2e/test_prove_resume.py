@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fits import Samples, Scripted
 from resumes import RESUMING, Augmented, Manual, Noisy, loader
 from torch.utils.data import DataLoader
@@ -42,6 +43,28 @@ def test_it_can_fail(stop_at, given, tmp_path):
     assert (verdict.verdict, verdict.cause, verdict.first_divergence.step) == ("diverged", "rng", stop_at)
     assert "the first after resuming" in verdict.explanation
     assert 'resume with resume="exact"' in verdict.explanation
+
+
+class DrawsInStepsOnly(Noisy):
+    """The resume shuffles as the run did at its start."""
+
+    def on_fit_start(self) -> None:
+        pass
+
+    def on_train_epoch_start(self) -> None:
+        pass
+
+
+def test_a_shuffle_from_an_unrestored_generator_needs_no_other_seed(tmp_path):
+    verdict = prove(tmp_path, DrawsInStepsOnly, lambda: loader("none"), resume="plain")
+    assert "batch: all of its samples are at step 0 of the reference" in verdict.evidence
+    assert verdict.cause == "rng", verdict.explanation
+    assert 'resume with resume="exact"' in verdict.explanation
+    assert "same seed" not in verdict.explanation
+    # a generator of the loader's own is not the process's
+    separate = lambda: loader("none", generator=torch.Generator().manual_seed(4))  # noqa: E731
+    verdict = prove(tmp_path, DrawsInStepsOnly, separate, resume="plain", folder=tmp_path / "separate")
+    assert verdict.cause == "data_order", verdict.explanation
 
 
 def test_a_training_that_is_not_repeatable_is_said_to_be(tmp_path):

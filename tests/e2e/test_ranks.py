@@ -62,6 +62,15 @@ FAULTS: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
         "external_write",
         ("it started on rank 1; rank 0 sent", REDUCED, "(rank 1 from step 2 on and rank 0 from step 3 on)"),
     ),
+    "rate": (
+        {"rank": 1, "phase": "optimizer", "step": 0, "kind": "argument", "is_origin": True},
+        "settings",
+        (
+            "lr of group 0 is 0.01 in the reference and 0.02 in the current run from the first update on. Step 0 of ",
+            "it started on rank 1; rank 0 sent",
+            "Check how the script builds the optimizer and its schedulers on rank 1, and what else sets lr of group 0",
+        ),
+    ),
     "collective": (
         {"phase": "forward", "step": 2, "op": "c10d.allreduce_.default", "is_origin": True},
         "collective",
@@ -77,8 +86,11 @@ def test_who_started_it_is_found_and_diff_says_the_same(fault, at_op, tmp_path):
     require_one_verdict(verdict := verdict_in(tmp_path), tmp_path / "run", tmp_path / "current")
     assert (verdict["cause"], verdict["first_divergence"] | place) == (cause, verdict["first_divergence"])
     assert all(text in verdict["explanation"] for text in said), verdict["explanation"]
-    wanted = {(rank, "c10d.allreduce_.default") for rank in range(2)} if fault == "collective" else set()
-    assert {(origin["rank"], origin["op"]) for origin in verdict["origins"]} == wanted
+    wanted = {
+        "collective": {(rank, "c10d.allreduce_.default") for rank in range(2)},
+        "rate": {(1, "aten.mul_.Tensor"), (1, "aten.addcdiv_.default")},  # of weight decay, and of the update
+    }
+    assert {(origin["rank"], origin["op"]) for origin in verdict["origins"]} == wanted.get(fault, set())
     assert all(verdict["explanation"] in " ".join(one.output.split()) for one in ended)
     assert [one.output.count("report.html)") for one in ended] == [1, 0]
     assert [one.output.count("First divergence") for one in ended] == [1, 0]

@@ -85,7 +85,11 @@ def test_whether_an_entry_can_change_bits_is_asked_of_the_machine_only():
     [
         ({}, "origin: its inputs match"),
         ({"is_origin": False}, "passed on: one of its inputs differs"),
-        ({"is_origin": False, "op": "", "phase": "data", "name": "batch[0]"}, "source: it entered the step with"),
+        ({"is_origin": False, "op": "", "phase": "data", "name": "batch[0]"}, "source: no recorded op caused this"),
+        (
+            {"is_origin": False, "op": "", "phase": "rng", "name": "torch.cpu after the step"},
+            "source: no recorded op caused this",
+        ),
         ({"is_origin": False, "op": "", "phase": "gradient", "name": "grad of w"}, "passed on: one of its inputs"),
     ],
 )

@@ -17,7 +17,8 @@ from det_callbacks.runs.evidence import (
 from det_callbacks.text import capitalised
 
 RESUME_EXACTLY = (
-    'Lightning does not restore generators, so resume with resume="exact", from a checkpoint saved with the callback'
+    'The resume did not restore the generators: Lightning does not, so resume with resume="exact", from a checkpoint '
+    "saved with the callback; your own loop has to save and restore them"
 )
 
 _VALIDATION = "on_validation_epoch_start on_validation_batch_start on_validation_batch_end on_validation_epoch_end"

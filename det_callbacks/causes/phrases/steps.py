@@ -53,7 +53,9 @@ def _explain_sources(facts: Facts) -> str:
     if (facts.first.divergence.name or "").endswith(AFTER_STEP):
         cause = "everything before it in the step matches"
     elif phase == "rng" and facts.is_set_in_step:
-        cause = "code in the step changed it before the first draw, without a recorded op (such as torch.manual_seed)"
+        has_drawn = any(site.op for site in facts.difference.sites_read(facts.first.row))
+        draw = "a later draw" if has_drawn else "the first draw"
+        cause = f"code in the step changed it before {draw}, without a recorded op (such as torch.manual_seed)"
     else:
         cause = "the step started with this difference, so no op caused it"
     return f"{place(facts)}: {what}{also_differ(others)}; {cause}"

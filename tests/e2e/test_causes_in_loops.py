@@ -1,0 +1,164 @@
+"""Faults planted in loops without a Trainer: the verdict says what happened, and what to do."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loops import Loop, train
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from det_callbacks import DivergenceError
+from det_callbacks.verdict import Verdict
+
+
+def verify(make: Callable[[], Loop], folder: Path, reference: Callable[[], Loop] = Loop, **arguments: Any) -> Verdict:
+    train(reference, folder / "reference", mode="record", **arguments)
+    with pytest.raises(DivergenceError) as caught:
+        train(make, folder / "reference", current=folder / "current")
+    return caught.value.verdict
+
+
+def in_step_2(plant: Callable[[], object], *, before_update: bool) -> type[Loop]:
+    class Planted(Loop):
+        def train_step(self, batch: Any) -> None:
+            self.loss(batch).backward()
+            if before_update and self.num_done == 2:
+                plant()
+            self.optimizers[0].step()
+            self.optimizers[0].zero_grad()
+            if not before_update and self.num_done == 2:
+                plant()
+
+    return Planted
+
+
+@pytest.mark.parametrize("before_update", [True, False])
+def test_a_seed_at_the_end_of_a_step_is_no_draw(before_update, tmp_path):
+    verdict = verify(in_step_2(lambda: torch.manual_seed(5), before_update=before_update), tmp_path)
+    assert (verdict.cause, verdict.first_divergence.step) == ("rng", 2)
+    assert "seeded with 11 in the reference and 5 in the current run" in verdict.explanation
+    assert "draws from the generator" not in verdict.explanation
+
+
+def test_a_draw_whose_state_is_restored_is_an_extra_draw(tmp_path):
+    def draw() -> None:
+        with torch.random.fork_rng():
+            torch.rand(2)
+
+    verdict = verify(in_step_2(draw, before_update=False), tmp_path)
+    assert (verdict.cause, verdict.first_divergence.op) == ("rng", "aten.rand.default")
+    assert "Remove the draw, or record the reference again" in verdict.explanation
+    assert "Seed this generator" not in verdict.explanation
+
+
+class Alternating(Loop):
+    """An optimizer for the first layers and one for the last; ``calls`` has the optimizers of each step."""
+
+    def __init__(self, calls: Mapping[int, Sequence[int]]) -> None:
+        super().__init__()
+        last = self.model.last.parameters()  # type: ignore[union-attr, operator]
+        first = [one for name, one in self.model.named_parameters() if not name.startswith("last.")]
+        self.optimizers = [torch.optim.SGD(first, lr=0.1), torch.optim.Adam(last, lr=0.1)]
+        self.calls = calls
+
+    def train_step(self, batch: Any) -> None:
+        self.loss(batch).backward()
+        for number in self.calls.get(self.num_done, (0, 1)):
+            self.optimizers[number].step()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+
+class Repeating(Loop):
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+
+    def train_step(self, batch: Any) -> None:
+        self.loss(batch).backward()
+        for _ in range(self.times if self.num_done == 2 else 1):
+            self.optimizers[0].step()
+        self.optimizers[0].zero_grad()
+
+
+UPDATED = "updated nothing in the {}, and got gradients in the {}"
+
+
+@pytest.mark.parametrize("level", ["op", "state"])
+@pytest.mark.parametrize(
+    ("reference", "current", "what"),
+    [
+        ((0, 1), (1,), f"optimizer 0 {UPDATED.format('current run', 'reference')}"),
+        ((0, 1), (0,), f"optimizer 1 {UPDATED.format('current run', 'reference')}"),
+        ((1,), (0, 1), f"optimizer 0 {UPDATED.format('reference', 'current run')}"),
+        ((0, 1), (1, 0, 1), "the optimizers got their gradients in the order 0, 1 in the reference and 1, 0, 1 in the"),
+        ((0,), (1,), "the optimizers got their gradients in the order 0 in the reference and 1 in the current run"),
+    ],
+)
+def test_an_optimizer_that_one_run_does_not_step_is_named(reference, current, what, level, tmp_path):
+    verdict = verify(
+        partial(Alternating, {2: current}), tmp_path, reference=partial(Alternating, {2: reference}), level=level
+    )
+    assert (verdict.cause, verdict.first_divergence.step) == ("optimizer", 2), verdict.explanation
+    assert verdict.explanation.startswith(f"Step 2: {what}"), verdict.explanation
+    assert "Check what calls optimizer.step()" in verdict.explanation
+
+
+def test_a_second_call_of_step_is_counted(tmp_path):
+    verdict = verify(partial(Repeating, 2), tmp_path, reference=partial(Repeating, 1))
+    assert verdict.cause == "optimizer"
+    said = "Step 2: the optimizer got its gradients 1 time in the reference and 2 times in the current run. Check"
+    assert verdict.explanation.startswith(said), verdict.explanation
+
+
+class Checkpointed(Loop):
+    def __init__(self, *, preserve_rng_state: bool) -> None:
+        super().__init__()
+        self.preserve_rng_state = preserve_rng_state
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, labels = batch
+        model: Any = self.model
+        hidden = checkpoint(
+            lambda one: model.drop(torch.relu(model.first(one))),
+            inputs,
+            use_reentrant=False,
+            preserve_rng_state=self.preserve_rng_state,
+        )
+        return cross_entropy(model.last(hidden), labels)
+
+
+@pytest.mark.parametrize("is_in_reference", [False, True])
+def test_a_recomputation_without_its_generator_state_is_named(is_in_reference, tmp_path):
+    reference = partial(Checkpointed, preserve_rng_state=not is_in_reference)
+    current = partial(Checkpointed, preserve_rng_state=is_in_reference)
+    verdict = verify(current, tmp_path, reference=reference)
+    assert (verdict.cause, verdict.first_divergence.step) == ("rng", 0)
+    said = "Step 0, backward: activation checkpointing recomputed aten.bernoulli_.float in drop ("
+    assert verdict.explanation.startswith(said), verdict.explanation
+    side = "reference" if is_in_reference else "current run"
+    assert f"that its forward pass had, in the {side} only. Do not pass preserve_rng_state=False" in verdict.explanation
+
+
+def test_a_seed_after_a_draw_is_not_in_place_before_the_step(tmp_path):
+    """Without the evidence too, the state that the step's first draw had is recorded."""
+
+    class DrawsTwice(Loop):
+        def __init__(self, *, seeds: bool) -> None:
+            super().__init__()
+            self.seeds = seeds
+
+        def loss(self, batch: Any) -> Tensor:
+            loss = super().loss(batch)
+            if self.seeds and self.num_done == 2:
+                torch.manual_seed(5)
+            return loss * torch.rand(())
+
+    verdict = verify(partial(DrawsTwice, seeds=True), tmp_path, reference=partial(DrawsTwice, seeds=False))
+    assert (verdict.cause, verdict.first_divergence.step) == ("rng", 2)
+    assert "code in the step changed it before a later draw, without a recorded op" in verdict.explanation
