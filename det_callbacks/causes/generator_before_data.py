@@ -12,7 +12,7 @@ from det_callbacks.causes.phrases.generators import RESUME_EXACTLY
 from det_callbacks.causes.rule import Answer, Causes
 from det_callbacks.compare.facts import Facts
 
-CAUSES: Causes = ("rng", "settings")
+CAUSES: Causes = ("rng", "settings", "data_order")
 
 
 def find(facts: Facts) -> Answer | None:
@@ -20,10 +20,10 @@ def find(facts: Facts) -> Answer | None:
         return None
     if facts.consumed is not None and facts.is_before_step(facts.consumed):
         return generator.of_validation(facts) or Answer(cause="rng", advice=generator.advise(facts))
-    # a generator that was not restored draws and augments different samples
-    is_same_data = facts.has_equal_samples or facts.evidence.batch.is_whole
     if not facts.is_resumed or "rng" not in facts.source_phases:
         return None
-    if is_same_data and not facts.is_shuffle_unrestored:
-        return None
-    return Answer(cause="rng", advice=RESUME_EXACTLY if facts.consumed is None else generator.advise(facts))
+    # a generator that was not restored shuffles differently, or draws and augments different samples
+    advice = RESUME_EXACTLY if facts.consumed is None else generator.advise(facts)
+    if not (facts.has_equal_samples or facts.evidence.batch.is_whole):
+        return Answer(cause="rng", advice=advice)
+    return Answer(cause="data_order", advice=advice) if facts.is_shuffle_unrestored else None
