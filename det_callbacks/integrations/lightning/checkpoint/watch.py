@@ -137,11 +137,13 @@ class CheckpointWatch:
         return checkpoint
 
     def _remove(self, remove: Callable[..., None], filepath: Any) -> None:
-        remove(filepath)
-        self._saved.discard(str(filepath))
-        if self._trainer.is_global_zero and not is_remote(filepath):
+        is_ours = self._trainer.is_global_zero and not is_remote(filepath)
+        if is_ours:  # first: a kill in between must not leave digests of nothing
             with writing(filepath, instead=ANOTHER_PLACE):
                 beside(Path(filepath), SIDECAR).unlink(missing_ok=True)
+        remove(filepath)
+        self._saved.discard(str(filepath))
+        if is_ours:
             # another rank may be writing there
             shutil.rmtree(beside(Path(filepath), RESUME), ignore_errors=True)
 
