@@ -123,7 +123,7 @@ class FollowedLoop(TrainingRun):
             self._training.begin_draw()
 
     def add_batch(self, drawn: DrawnLoader) -> None:
-        """Count a batch that a loader returned; one within a step belongs to it, unless it was loaded ahead."""
+        """Count a batch that a loader returned; within a step, record the batch that the training gets next."""
         if drawn is not self._drawn:
             return
         self._num_batches += 1
