@@ -9,6 +9,7 @@ Example:
 """
 
 from det_callbacks.causes.phrases.generators import show_start
+from det_callbacks.causes.phrases.steps import show_exchanged
 from det_callbacks.causes.rule import Answer, Causes
 from det_callbacks.compare.facts import Facts
 from det_callbacks.verdict import Divergence
@@ -48,12 +49,14 @@ def _advise(facts: Facts) -> str:
             "step: a sanity check or a forward pass in training mode changes the statistics of a BatchNorm"
         )
     num_random = len(facts.random_initial)
-    if num_random < 2 or 2 * len(random) <= num_random:
+    if not facts.exchanged and (num_random < 2 or 2 * len(random) <= num_random):
         return (
             "The code, the loaded weights or the random numbers drawn earlier differ, so set the seed first, and check "
             f"how {random[0]} is initialised or loaded"
         )
     change = next((one for one in facts.evidence.other_starts if one.is_reseeded), None)
+    if facts.exchanged:
+        return f"{show_exchanged(facts.exchanged)}: they were initialised, or loaded, in another order"
     if change is None:
         return "Set the same seed before you build the model, or load the same weights"
     return f"Set the same seed before you build the model: {show_start(change)}"

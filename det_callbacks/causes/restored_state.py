@@ -7,7 +7,7 @@ Example:
     persistent=False: save them with on_save_checkpoint.
 """
 
-from det_callbacks.causes.phrases.steps import SUBJECT, also_differ, how_it_entered, place
+from det_callbacks.causes.phrases.steps import SUBJECT, also_differ, how_it_entered, place, show_exchanged
 from det_callbacks.causes.rule import Answer, Causes
 from det_callbacks.compare.facts import Facts
 from det_callbacks.text import listed
@@ -28,6 +28,11 @@ def find(facts: Facts) -> Answer | None:
         "Compare the checkpoint with the one originally saved (det-callbacks check-checkpoint), and check "
         "what changes this state before the step"
     )
+    if facts.exchanged:
+        advice = (
+            f"{show_exchanged(facts.exchanged)}: state was restored by its place in a list, and the list is in another "
+            "order. Give the optimizer its parameters in the reference's order"
+        )
     found = [str(one.divergence.name) for one in facts.restored] or facts.unrestored
     if not all(" of " in name for name in found):  # not "exp_avg of net.weight", "state of StepLR: last_epoch"
         advice += ". Checkpoints omit buffers with persistent=False: save them with on_save_checkpoint"

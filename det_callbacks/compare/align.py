@@ -2,7 +2,8 @@
 
 A unit is an op call with all its rows, or one named row. Units are matched with four keys, from
 strict (with digests) to loose. None of the keys has the occurrence of a site or its edges, so one
-op inserted among twenty of its kind shows as one op. Matches never cross.
+op inserted among twenty of its kind shows as one op. Matches never cross, after ``order.py`` has put
+named rows and updates into the reference's order.
 """
 
 from bisect import bisect_left
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from det_callbacks.compare.arguments import read_arguments
+from det_callbacks.compare.order import Owners, in_reference_order, owners_of_updates
 from det_callbacks.runs.program import Site, StepView
 
 # of rows that precede the call that reads them, and of rows that may follow the first row of a call
@@ -38,7 +40,7 @@ class MatchKey(IntEnum):
     A name may be known on only one side, so equal bits match under any name.
     """
 
-    DIGEST = 0  # the outputs, arguments, layouts and bits, but not the names
+    DIGEST = 0  # the outputs, arguments, layouts, bits and owners, but not the names
     ARGUMENTS = 1  # the outputs, names, arguments and layouts
     STRUCTURE = 2  # the outputs and names
     OP = 3
@@ -56,12 +58,14 @@ class Alignment:
     """The position of each row in both steps; -1 if a step does not have the row.
 
     It omits two kinds of rows without a partner: numbers of a call with outputs, which the other side may keep as
-    constants, and input rows of a call in only one step.
+    constants, and input rows of a call in only one step. ``reordered`` has the phases whose named rows or updates
+    come in another order than in the reference.
     """
 
     reference: np.ndarray
     current: np.ndarray
     is_same_program: bool = False  # rows are positions on both sides
+    reordered: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.reference)
@@ -77,16 +81,20 @@ def align(reference: StepView, current: StepView) -> Alignment:
         return Alignment(reference=positions, current=positions, is_same_program=True)
     interned: dict[Hashable, int] = {}
     reference_step, current_step = _group(reference, interned), _group(current, interned)
+    order, reordered = in_reference_order(reference_step.units, current_step.units)
+    current_step = _Step(current, [current_step.units[index] for index in order])
     matches = _match_units(reference_step.units, current_step.units)
     table = np.array(_join(reference_step, current_step, matches), dtype=np.int64).reshape(-1, 2)
-    return Alignment(reference=table[:, 0], current=table[:, 1])
+    return Alignment(reference=table[:, 0], current=table[:, 1], reordered=reordered)
 
 
 class _Unit(NamedTuple):
     input_rows: range
     rows: range  # outputs of a call, or a named row; a call without outputs has its argument row here
     argument_row: int  # of a call with outputs, or -1
-    names: tuple[str | None, ...]  # of ``rows``
+    sites: tuple[Site, ...]  # of ``rows``, as are names and owners
+    names: tuple[str | None, ...]
+    owners: tuple[Owners, ...]
     keys: tuple[int, int, int, int]  # by ``MatchKey``: interned keys
 
 
@@ -106,6 +114,7 @@ def _group(view: StepView, interned: dict[Hashable, int]) -> _Step:
     by_object = {id(entry): entry for entry in view.layout.entries}
     interned_by_object = {key: intern("layout", entry) for key, entry in by_object.items()}
     layouts = [interned_by_object[id(entry)] for entry in view.layout.entries]
+    owners = owners_of_updates(view.program)
     units = []
     for begin, start, stop in _bounds(sites):
         has_argument = sites[start].role == "argument" and stop > start + 1
@@ -119,12 +128,14 @@ def _group(view: StepView, interned: dict[Hashable, int]) -> _Step:
         structure = intern(MatchKey.STRUCTURE, op, outputs, names)
         given = (tuple(layouts[first:stop]), read_arguments(view, first).canonical if head.op else None)
         arguments = intern(MatchKey.ARGUMENTS, structure, given)
-        bits = intern(MatchKey.DIGEST, op, outputs, given, tuple(digests[first:stop]))
+        bits = intern(MatchKey.DIGEST, op, outputs, given, tuple(digests[first:stop]), tuple(owners[first:stop]))
         unit = _Unit(
             input_rows=range(begin, start),
             rows=range(first, stop),
             argument_row=start if has_argument else -1,
+            sites=rows,
             names=names,
+            owners=tuple(owners[first:stop]),
             keys=(bits, arguments, structure, op),
         )
         units.append(unit)
@@ -309,17 +320,27 @@ def _pair_outputs(
     rows: Pairs = []
     if reference_unit.argument_row >= 0 and current_unit.argument_row >= 0:
         rows.append((reference_unit.argument_row, current_unit.argument_row))
-    if _have_compatible_names(reference_unit.names, current_unit.names):
+    is_reordered = _is_same_list(reference_unit.owners, current_unit.owners)
+    if _have_compatible_names(reference_unit.names, current_unit.names) and not is_reordered:
         return rows + list(zip(reference_unit.rows, current_unit.rows, strict=True))
 
     def with_keys(view: StepView, unit: _Unit) -> list[tuple[Hashable, int]]:
         sites = _in_range(view.program.sites, unit.rows)
-        keys = [(site.role, site.name or site.output) for site in sites]
+        keys = [
+            (site.role, owner if is_reordered else site.name or site.output)
+            for site, owner in zip(sites, unit.owners, strict=True)
+        ]
         return list(zip(keys, unit.rows, strict=True))
 
     pairs = _pair_by_key(with_keys(reference_view, reference_unit), with_keys(current_view, current_unit))
     paired = {reference_row for reference_row, _ in pairs}
     return [*rows, *((position, -1) for position in reference_unit.rows if position not in paired), *pairs]
+
+
+def _is_same_list(reference: Sequence[Owners], current: Sequence[Owners]) -> bool:
+    """Return whether the outputs of an op on lists are for the same parameters, each for one, in another order."""
+    is_each_for_one = all(len(owners) == 1 for owners in current)
+    return is_each_for_one and reference != current and {*reference} == {*current}
 
 
 def _trim(

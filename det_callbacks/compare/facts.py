@@ -11,7 +11,7 @@ from det_callbacks.compare.differences import Finding, StepDifference
 from det_callbacks.compare.evidence import Evidence, GeneratorChange
 from det_callbacks.runs.environment import CONFIGURATION
 from det_callbacks.runs.evidence import AFTER_BACKWARD, AFTER_FORWARD, BATCH_END, BATCH_START, DRAWING, LOADER
-from det_callbacks.runs.program import Program, StepView, is_further
+from det_callbacks.runs.program import Program, StepView, TensorLayout, is_further
 from det_callbacks.verdict import Divergence, EnvironmentDifference
 
 LENGTHS = frozenset({"trainer.min_epochs", "trainer.max_epochs", "trainer.min_steps", "trainer.max_steps"})
@@ -137,6 +137,25 @@ class Facts:
         site = self.difference.site(row)
         is_listed = site.role == "named" and site.phase == "state" and bool(self.difference.is_leading[row])
         return not site.op and site.name is not None and (site.role == "input" or is_listed)
+
+    @cached_property
+    def exchanged(self) -> dict[str, str]:
+        """The differing tensors of the state at the start of the step that have the reference's bits of another one.
+
+        By name, with the name of that one; constant tensors say nothing.
+        """
+        difference = self.difference
+        rows = [row for row, (position, _) in enumerate(difference.pairs) if position >= 0 and self._is_state(row)]
+        of_bits = {_bits_at(difference.reference, difference.pairs[row][0]): difference.site(row).name for row in rows}
+        found: dict[str, str] = {}
+        for row in rows:
+            name, position = difference.site(row).name, difference.pairs[row][1]
+            if difference.kinds.get(row) != "content" or name is None or name in self.evidence.constants:
+                continue
+            other = of_bits.get(_bits_at(difference.current, position))
+            if other is not None and other != name:
+                found[name] = other
+        return found
 
     @property
     def further(self) -> list[str]:
@@ -404,6 +423,10 @@ def _is_drawn_before(view: StepView, position: int) -> bool:
     name, state = view.program.sites[position].name, view.record.digests[position]
     earlier = zip(view.program.sites[:position], view.record.digests, strict=False)
     return any((site.role, site.name) == ("generator", name) and digest == state for site, digest in earlier)
+
+
+def _bits_at(view: StepView, position: int) -> tuple[int, TensorLayout | None]:
+    return int(view.record.digests[position]), view.layout.entries[position]
 
 
 def _gradient_names(program: Program) -> list[str]:

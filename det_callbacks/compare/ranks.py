@@ -92,6 +92,7 @@ class RankWalk:
                 found.add_whole("missing", segment, reference_steps - current_steps)
                 found.add_whole("extra", segment, current_steps - reference_steps)
         found.tally.num_differing += sum(one.count for one in found.whole)
+        found.tally.reordered |= counter.reordered
         return found
 
     def _verified(self, record: RankRecord) -> RankFindings:

@@ -38,6 +38,7 @@ class Tally:
     opaque_regions: set[str] = field(default_factory=set)
     replayed: dict[str, dict[str, Any]] = field(default_factory=dict)
     num_metrics: int = 0
+    reordered: set[str] = field(default_factory=set)  # phases, see ``Alignment``
 
     def count(self, steps: Sequence[int], program: Program, num_sites: int) -> None:
         """Count steps of one program, in order, and the sites of all of them."""
@@ -56,6 +57,7 @@ class Tally:
         self._include(*(other.steps or ()))
         self._skip(other.ops_skipped)
         self.opaque_regions |= other.opaque_regions
+        self.reordered |= other.reordered
         for name, entry in other.replayed.items():
             known = self.replayed.setdefault(name, {})
             for key, value in entry.items():

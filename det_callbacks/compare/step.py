@@ -10,9 +10,13 @@ _MAX_ALIGNMENTS = 16
 
 
 class StepCounter:
-    """Counts what differs in steps; two programs are aligned once."""
+    """Counts what differs in steps; two programs are aligned once.
+
+    ``reordered`` collects the phases of ``Alignment.reordered``.
+    """
 
     def __init__(self) -> None:
+        self.reordered: set[str] = set()
         self._known: dict[tuple[int, ...], Alignment] = {}
 
     def count(self, reference: StepView, current: StepView) -> tuple[int, int]:
@@ -28,6 +32,7 @@ class StepCounter:
         alignment = self._known.get(key) or align(reference, current)
         if len(self._known) < _MAX_ALIGNMENTS:
             self._known[key] = alignment
+        self.reordered.update(alignment.reordered)
         found = StepDifference(reference, current, alignment)
         return found.num_compared, found.num_differing
 

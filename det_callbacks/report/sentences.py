@@ -1,6 +1,6 @@
 """Sentences of a verdict that no single rule owns."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from det_callbacks.causes.phrases.sites import number_text, source_text
 from det_callbacks.causes.phrases.steps import of_segment
@@ -10,6 +10,14 @@ from det_callbacks.compare.record import Tally
 from det_callbacks.runs.environment import AS_COMMITTED, CHANGED_FILE, COMMIT, NOT_RECORDED
 from det_callbacks.text import count, listed, ranks_text
 from det_callbacks.verdict import EnvironmentDifference
+
+_IN_ORDER = {
+    "data": "the entries of the batch",
+    "state": "parameters, buffers or optimizer state",
+    "gradient": "the optimizer's parameters",
+    "optimizer": "the optimizer's parameters",
+}
+"""By the phases of ``Alignment.reordered``."""
 
 MAX_RANGES = 4  # of steps that a sentence names; the others are counted
 
@@ -68,6 +76,14 @@ def explain_match(tally: Tally, *, num_ranks: int) -> str:
     found = [*sites, *([count(tally.num_metrics, "metric")] if tally.num_metrics else [])]
     ranks = f" of {num_ranks} ranks" if num_ranks > 1 else ""
     return f"All {' and '.join(found)}{ranks} agree, bit for bit" if found else ""
+
+
+def order_lines(phases: Collection[str]) -> list[str]:
+    """Return which tensors come in another order than in the reference."""
+    names = [_IN_ORDER[phase] for phase in _IN_ORDER if phase in phases]
+    if not names:
+        return []
+    return [f"In another order than in the reference, and compared by name: {listed(dict.fromkeys(names))}"]
 
 
 def code_lines(environment: Sequence[EnvironmentDifference]) -> list[str]:

@@ -26,7 +26,14 @@ from det_callbacks.errors import NothingComparedError, ReferenceFormatError, Sel
 from det_callbacks.findings.table import find_findings
 from det_callbacks.report.metrics import advise_metric, explain_metric, metric_lines
 from det_callbacks.report.numerics import nonfinite_sentence
-from det_callbacks.report.sentences import code_lines, explain_match, explain_ranks, explain_whole_steps, steps_agree
+from det_callbacks.report.sentences import (
+    code_lines,
+    explain_match,
+    explain_ranks,
+    explain_whole_steps,
+    order_lines,
+    steps_agree,
+)
 from det_callbacks.runs.environment import FOLLOWED, GENERATOR, LOST, compare_environments
 from det_callbacks.runs.metrics import read_metrics
 from det_callbacks.runs.place import HOW_TO_CONTINUE
@@ -302,8 +309,9 @@ class _Judge:
         others = [entry for entry in self.environment if entry.name != answer.choice]
         if not whole:  # the length of a run explains nothing in a step that both have
             others = [entry for entry in others if entry.name not in LENGTHS]
-        parts = [answer.text, answer.advice, *_environment_notes(others, verdict), *self.notes]
         tally = self.tally
+        notes = [*order_lines(tally.reordered), *_environment_notes(others, verdict), *self.notes]
+        parts = [answer.text, answer.advice, *notes]
         return Verdict(
             verdict=verdict,
             reference=str(self.walk.reference.path),

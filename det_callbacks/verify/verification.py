@@ -265,6 +265,7 @@ class Verification:
             num_compared, num_differing = len(trace.digests), 0
         else:
             num_compared, num_differing = self._counter.count(*self._views(trace, step))
+            self.tally.reordered |= self._counter.reordered
         self.tally.count([step], trace.program, num_compared)
         if not num_differing:
             # settings of loaders and hooks hold until the next reading

@@ -1,4 +1,5 @@
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,7 +10,9 @@ from step_builder import StepBuilder, both
 from torch import nn
 from tracing import traced
 
+from det_callbacks import HashMode
 from det_callbacks.compare.align import align
+from det_callbacks.compare.step import compare_steps
 from det_callbacks.runs.program import StepView
 
 
@@ -116,6 +119,83 @@ def test_random_insertions_and_removals_are_found_exactly(ops, edits):
     missing, extra = one_sided(reference.view(), current.view())
     assert extra == inserted
     assert missing == [index + 1 for index, edit in sorted(edits.items()) if edit == "remove" and index < len(ops)]
+
+
+OPTIMIZERS = {
+    "SGD": partial(torch.optim.SGD, lr=0.1),
+    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "Adam": partial(torch.optim.Adam, foreach=False),
+    "foreach": partial(torch.optim.Adam, foreach=True),
+    "fused": partial(torch.optim.AdamW, fused=True),
+    "RMSprop": torch.optim.RMSprop,
+}
+
+
+def trained(make, order, *, level="op", clips=False, noise=None) -> list[StepView]:
+    """Return two steps of layers that are registered, updated and given their batch in an order."""
+    torch.manual_seed(0)
+    layers = {name: nn.Linear(3, 3) for name in "abc"}
+    model = nn.ModuleDict({name: layers[name] for name in order})
+    parameters = [parameter for name in order for parameter in layers[name].parameters()]
+    optimizer, mode = make(parameters), HashMode(model, level=level)
+    views = []
+    for number in range(2):
+        batch = {name: torch.full((2, 3), 1.0 + number + place) for place, name in enumerate("abc")}
+        mode.begin(batch={name: batch[name] for name in order}, is_first=number == 0)
+        optimizer.zero_grad()
+        sum(layers[name](batch[name]).square().sum() for name in "abc").backward()
+        if noise == number:
+            layers["b"].weight.grad[0, 0] += 1e-3
+        mode.recorder.phase = "gradient"
+        if clips:
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        views.append(mode.finish().view(step=number))
+    return views
+
+
+@pytest.mark.parametrize("level", ["op", "module", "state"])
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_what_is_registered_updated_or_given_in_another_order_is_compared_by_name(make, level):
+    for reference, current in zip(trained(make, "abc", level=level), trained(make, "cab", level=level), strict=True):
+        difference = compare_steps(reference, current)
+        assert difference.kinds == {}
+        assert difference.num_compared == len(reference.program) == len(current.program)
+        assert {"data", "state", "gradient"} <= {*difference.alignment.reordered}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_difference_among_reordered_updates_has_the_name_that_it_has(make):
+    reference, current = trained(make, "abc")[1], trained(make, "cab", noise=1)[1]
+    difference = compare_steps(reference, current)
+    first = difference.divergences[0]
+    assert (first.op, first.kind, first.is_origin) == ("aten.add_.Tensor", "extra", True)
+    named = {one.name for one in difference.divergences if one.name is not None}
+    assert named
+    assert all(name.endswith("b.weight") for name in named)
+
+
+def test_a_sum_over_all_gradients_depends_on_their_order():
+    """Only what combines several of them: the norm of each is compared with that of the same gradient."""
+    reference, current = (trained(OPTIMIZERS["SGD"], order, clips=True)[0] for order in ("abc", "cab"))
+    divergences = compare_steps(reference, current).divergences
+    assert divergences[0].op == "aten.stack.default"
+    assert "aten._foreach_norm.Scalar" not in {one.op for one in divergences}
+
+
+@given(st.permutations("abcdef"), st.sets(st.sampled_from("abcdef")))
+@settings(max_examples=50, deadline=None)
+def test_a_list_in_any_order_lacks_only_what_is_not_in_it(order, absent):
+    def fill(step, now):
+        for name in order if now else "abcdef":
+            if not (now and name in absent):
+                step.named(f"batch[{name!r}]", ord(name), phase="data")
+
+    reference, current = (step.view() for step in both(fill))
+    missing, extra = one_sided(reference, current)
+    assert {reference.program.sites[row].name for row in missing} == {f"batch[{name!r}]" for name in absent}
+    assert extra == []
+    assert [*compare_steps(reference, current).kinds.values()] == ["missing"] * len(absent)
 
 
 def test_unrelated_steps_of_one_module_are_aligned_within_bounds():

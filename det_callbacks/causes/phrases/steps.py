@@ -103,6 +103,11 @@ def _how_inputs_differ(kinds: Collection[str], layouts: Layouts | None, side: st
     return f"{how}; no recorded op produced {'it' if is_one else 'them'}"
 
 
+def show_exchanged(exchanged: Mapping[str, str]) -> str:
+    """Return which tensors have the reference's bits of which other ones."""
+    return listed(f"{name} has the reference's bits of {other}" for name, other in exchanged.items())
+
+
 def also_differ(phases: Sequence[str]) -> str:
     """Return what else the step started with that differs, as a clause."""
     subjects = [SUBJECT[phase] for phase in dict.fromkeys(phases)]

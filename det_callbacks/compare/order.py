@@ -1,0 +1,173 @@
+"""Brings named rows into the reference's order: they are matched by what they are, not by their place.
+
+Parameters may be registered, an optimizer given them, and a batch's entries listed in another order. Matches of an
+alignment never cross, so the units of the current step are put into the reference's order before.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from det_callbacks.runs.program import Program, Site, parameter_in
+
+Subject = Hashable
+"""What a row is: its name, or the parameter that an op updates."""
+
+Owners = frozenset[str]
+NOBODY: Owners = frozenset()
+
+_GROUPS = ("state", "data", "gradient")
+"""Phases whose named rows list tensors, in the order in which a program happens to hold them."""
+
+
+_UPDATES = ("gradient", "optimizer")
+"""Phases in which ops take one parameter after the other."""
+
+
+class Unit(Protocol):
+    """An op call, or a named row."""
+
+    @property
+    def sites(self) -> Sequence[Site]:
+        """Its rows."""
+
+    @property
+    def owners(self) -> Sequence[Owners]:
+        """The parameters that each row is for, see ``owners_of_updates``."""
+
+
+class Chunk(NamedTuple):
+    """Neighbouring units of one subject, by index."""
+
+    subject: Subject
+    units: range
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Neighbouring units whose order says nothing: a group of named rows, or the updates of parameters."""
+
+    kind: tuple[str, bool]  # the phase, and whether it has ops
+    chunks: tuple[Chunk, ...]
+
+
+def in_reference_order(reference: Sequence[Unit], current: Sequence[Unit]) -> tuple[list[int], tuple[str, ...]]:
+    """Return the current step's units in the reference's order, by index, and the phases in which that changed it.
+
+    Only blocks that both steps have are brought into order; a subject that one step has alone stays behind the one
+    that it follows.
+    """
+    reference_blocks, current_blocks = _blocks(reference), _blocks(current)
+    order, moved = list(range(len(current))), []
+    for reference_block, current_block in _pairs(reference_blocks, current_blocks):
+        chunks = _sorted_like(reference_block.chunks, current_block.chunks)
+        if chunks != current_block.chunks:
+            moved.append(current_block.kind[0])
+            start = current_block.chunks[0].units.start
+            indices = [index for chunk in chunks for index in chunk.units]
+            order[start : start + len(indices)] = indices
+    return order, tuple(dict.fromkeys(moved))
+
+
+def owners_of_updates(program: Program) -> list[Owners]:
+    """Return, by position, the parameters that an op between backward pass and step's end is for; empty for other rows.
+
+    They are those whose tensors the op reads or, if it reads none, whose updates and state read the op.
+    """
+    sites = program.sites
+    state = {site.name or "" for site in sites if site.role == "named" and site.phase == "state"}
+    gradients = (site.name for site in sites if site.role == "named" and site.phase == "gradient")
+    found = (parameter_in(name, state) for name in gradients if name is not None)
+    updated = {parameter for parameter in found if parameter is not None}
+
+    def owners_by_name(name: str | None) -> Owners:
+        owner = name if name is None or name in updated else parameter_in(name, updated)
+        return NOBODY if owner is None else frozenset([owner])
+
+    owners = [owners_by_name(site.name) for site in sites]
+    for position in range(len(sites) - 1, -1, -1):  # a tensor's writer, and the gradient that an update reads
+        site = sites[position]
+        if owners[position] and (not site.op or site.phase in _UPDATES):
+            for read in site.inputs:
+                if not site.op or sites[read].phase == "backward":
+                    owners[read] = owners[read] or owners[position]
+    of_updates = [at for at, site in enumerate(sites) if site.op and site.phase in _UPDATES]
+    for position in of_updates:
+        owners[position] = owners[position] or NOBODY.union(*(owners[read] for read in sites[position].inputs))
+    needed_by: defaultdict[int, Owners] = defaultdict(frozenset)
+    for position in range(len(sites) - 1, min(of_updates, default=len(sites)) - 1, -1):
+        if sites[position].op:
+            owners[position] = owners[position] or needed_by[position]
+        for read in sites[position].inputs:
+            needed_by[read] |= owners[position]
+    updates = frozenset(of_updates)
+    return [of_row if position in updates else NOBODY for position, of_row in enumerate(owners)]
+
+
+def _pairs(reference: Sequence[Block], current: Sequence[Block]) -> list[tuple[Block, Block]]:
+    """Return the blocks of both steps of one kind, in order, if both have as many of that kind."""
+    pairs: list[tuple[Block, Block]] = []
+    for kind in dict.fromkeys(block.kind for block in reference):
+        sides = [[block for block in blocks if block.kind == kind] for blocks in (reference, current)]
+        if len(sides[0]) == len(sides[1]):
+            pairs += zip(*sides, strict=True)
+    return pairs
+
+
+def _sorted_like(reference: Sequence[Chunk], current: Sequence[Chunk]) -> tuple[Chunk, ...]:
+    """Return the current chunks, those that the reference also has in its order."""
+    place = {chunk: number for number, chunk in enumerate(_numbered(reference))}
+    keyed, last = [], -1
+    for chunk, (subject, number) in zip(current, _numbered(current), strict=True):
+        last = place.get((subject, number), last)
+        keyed.append((last, chunk))
+    if [key for key, _ in keyed] == sorted(key for key, _ in keyed):
+        return tuple(current)
+    return tuple(chunk for _, chunk in sorted(keyed, key=lambda item: item[0]))
+
+
+def _numbered(chunks: Iterable[Chunk]) -> list[tuple[Subject, int]]:
+    """Return each chunk's subject, and how many chunks of that subject precede it."""
+    seen: Counter[Subject] = Counter()
+    numbered = []
+    for chunk in chunks:
+        numbered.append((chunk.subject, seen[chunk.subject]))
+        seen[chunk.subject] += 1
+    return numbered
+
+
+def _blocks(units: Sequence[Unit]) -> list[Block]:
+    blocks: list[Block] = []
+    kinds = [*map(_kind_of, units), None]
+    start = 0
+    for index in range(1, len(kinds)):
+        if kinds[index] != kinds[start]:
+            if (kind := kinds[start]) is not None:
+                blocks.append(Block(kind=kind, chunks=_chunks(units[start:index], start)))
+            start = index
+    return blocks
+
+
+def _kind_of(unit: Unit) -> tuple[str, bool] | None:
+    """Return the phase, and whether it is an op, of a unit whose place among its neighbours says nothing; else None."""
+    head = unit.sites[0]
+    if head.op:
+        is_for_one = all(len(owners) < 2 for owners in unit.owners)
+        return (head.phase, True) if head.phase in _UPDATES and is_for_one else None
+    return (head.phase, False) if head.phase in _GROUPS and head.role in ("named", "samples") else None
+
+
+def _chunks(units: Sequence[Unit], first: int) -> tuple[Chunk, ...]:
+    chunks: list[Chunk] = []
+    subjects: list[Subject] = []
+    for unit in units:
+        owners = tuple(sorted(NOBODY.union(*unit.owners)))
+        # an op of no known parameter belongs to the one before it
+        subjects.append((owners or (subjects[-1] if subjects else ())) if unit.sites[0].op else unit.sites[0].name)
+    start = 0
+    for index in range(1, len(subjects) + 1):
+        if index == len(subjects) or subjects[index] != subjects[start]:
+            chunks.append(Chunk(subjects[start], range(first + start, first + index)))
+            start = index
+    return tuple(chunks)
