@@ -30,6 +30,26 @@ Cause = Literal[
     "unknown",
 ]
 
+TrailKind = Literal[
+    "setting",
+    "option",
+    "checkpoint",
+    "generator",
+    "indices",
+    "loaded",
+    "batch",
+    "boundary",
+    "state",
+    "op",
+    "gradient",
+    "collective",
+    "region",
+    "kernel",
+    "unwritten",
+    "outside",
+    "metric",
+]
+
 EXIT_CODES: Mapping[str, int] = {"match": 0, "diverged": 1, "not_comparable": 3}
 
 
@@ -237,6 +257,41 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrailEntry:
+    """One of the things that led to the first divergence.
+
+    Attributes:
+        kind: what it is: a setting, an option (of an optimizer's group or a loader), a checkpoint, a generator, the
+            indices that a sampler drew, what a loader returned ("loaded"), a part of the batch, a boundary (what ran
+            between two moments), a tensor of the state, an op, a gradient, a collective, a compiled region, a kernel,
+            memory that nothing had written ("unwritten"), something that was not recorded ("outside"), or a metric.
+        name: "optimizer.SGD.lr", "torch.cpu", "batch[0]", "aten.mm.default in net.head".
+        rank: number of the process.
+        segment: fit of the run, counted from 0.
+        step: at which it differs, or which it precedes.
+        moment: phase of the step, or point before it, such as "epoch start"; "" if it holds for the run.
+        proven: whether it is certain that the next entry read it; else it may have.
+        reference: its value or digest in the reference, as text; None if it has none.
+        current: the same of the current run.
+
+    Examples:
+        >>> entry = compare_runs("refs/run1", "refs/run2").trail[0]
+        >>> entry.kind, entry.name, entry.reference, entry.current, entry.proven
+        ('setting', 'optimizer.SGD.lr', '0.1', '0.2', False)
+    """
+
+    kind: TrailKind
+    name: str
+    rank: int
+    segment: int
+    step: int
+    moment: str
+    proven: bool
+    reference: str | None
+    current: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SiteNumerics:
     """The size of the difference at a site whose tensors both runs kept; the first fields are a ``Divergence``'s.
 
@@ -327,6 +382,7 @@ class Verdict:
         origins: the sites at which a difference starts, at most 100.
         cause: a word from docs/reference/causes.md; None for a match.
         explanation: what differs and what to do, in one sentence.
+        trail: what led to the first divergence, the cause first; it ends where the record ends.
         evidence: what led to the cause, a line each, in the order of time.
         record_next: the arguments of ``DeterminismCallback`` that record what the verdict lacks, or None.
         counts: how much was compared.
@@ -350,6 +406,7 @@ class Verdict:
     origins: tuple[Divergence, ...]
     cause: Cause | None
     explanation: str
+    trail: tuple[TrailEntry, ...] = ()
     evidence: tuple[str, ...] = ()
     record_next: Mapping[str, Any] | None = None
     counts: Counts

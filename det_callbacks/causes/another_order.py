@@ -27,7 +27,7 @@ def find(facts: Facts) -> Answer | None:
     extra = {row: _key(facts, row) for row, kind in kinds.items() if kind == "extra"}
     moved = [facts.difference.describe(row) for row, key in extra.items() if key in missing]
     if _key(facts, facts.first.row) not in missing.keys() & {*extra.values()}:
-        return None
+        return _with_other_bits(facts)
     ops = listed(site_text(one) for one in moved)
     told = f"{place(facts)}, {moved[0].phase}: {ops} ran in a different order from the reference"
     if {*kinds.values()} == {"missing", "extra"} and missing == Counter(extra.values()):
@@ -44,6 +44,42 @@ def find(facts: Facts) -> Answer | None:
     )
 
 
+def _with_other_bits(facts: Facts) -> Answer | None:
+    """Return the answer if the op ran before another one in one run and after it in the other, so with other inputs."""
+    difference, first = facts.difference, facts.first
+    side = {"missing": 0, "extra": 1}.get(first.divergence.kind)
+    partner = None if side is None else _partner(facts, first.row)
+    if side is None or partner is None:
+        return None
+    between = [row for row in range(first.row, partner) if min(difference.pairs[row]) >= 0 and difference.site(row).op]
+    if not between:
+        return None
+    needed = {*difference.rows_read(partner)}
+    passed = difference.describe(next((row for row in between if row in needed), between[0]))
+    early, late = ("reference", "current run")[:: 1 if side == 0 else -1]
+    return Answer(
+        cause=cause_of_first(facts),
+        explanation=f"{place(facts)}, {first.divergence.phase}: {site_text(first.divergence)} ran before "
+        f"{site_text(passed)} in the {early}, and after it in the {late}",
+        advice="Restore the original order of the code, or record the reference again",
+    )
+
+
+def _partner(facts: Facts, row: int) -> int | None:
+    """Return the row of the other run with the only such call there, if this run has it once too."""
+    difference = facts.difference
+    key, kind = _call(facts, row), difference.kinds[row]
+    calls = [at for at in range(len(difference.pairs)) if _call(facts, at) == key]
+    others = [
+        at for at in calls if at != row and difference.kinds.get(at) == ("missing" if kind == "extra" else "extra")
+    ]
+    return others[0] if calls == sorted([row, *others]) and len(others) == 1 and others[0] > row else None
+
+
+def _call(facts: Facts, row: int) -> _Key:
+    site = facts.difference.site(row)
+    return site.phase, site.module, site.op, site.output, site.role, site.name, site.arguments
+
+
 def _key(facts: Facts, row: int) -> _Key:
-    site, digest = facts.difference.site(row), facts.difference.digest(row)
-    return site.phase, site.module, site.op, site.output, site.role, site.name, site.arguments, digest
+    return *_call(facts, row), facts.difference.digest(row)

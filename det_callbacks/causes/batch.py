@@ -12,7 +12,7 @@ from det_callbacks.causes.phrases.batches import because
 from det_callbacks.causes.phrases.generators import show_change
 from det_callbacks.causes.rule import Answer, Causes
 from det_callbacks.compare.facts import DataChange, Facts
-from det_callbacks.text import capitalised
+from det_callbacks.text import capitalised, listed
 
 CAUSES: Causes = ("settings", "data_order", "data_content")
 
@@ -39,10 +39,22 @@ def find(facts: Facts) -> Answer | None:
     return Answer(cause="data_content" if is_other_content else "data_order", advice=_advise(facts))
 
 
+_UNRECORDED = (
+    "No DataLoader gave the batch, and the recorded generators match, so it comes from something that was not "
+    "recorded: a generator of its own (numpy.random.default_rng() without a seed), an environment, or a file"
+)
+
+
 def _advise(facts: Facts) -> str:
     batch = facts.evidence.batch
+    changes = [*filter(facts.is_before_step, facts.evidence.generators)]
+    if not batch.has_loader and facts.data_change == "other" and not changes:
+        return _UNRECORDED
+    if facts.data_change in ("made otherwise", "other") and changes:
+        shown = listed(f"the generator {change.name}" for change in changes)
+        return f"{capitalised(show_change(changes[0], facts.evidence))}. Seed what the samples are made with: {shown}"
     is_other_shuffle = facts.data_change == "drawn" and batch.indices == "other" and not batch.settings
-    change = next(filter(facts.is_before_step, facts.evidence.generators), None)
+    change = next(iter(changes), None)
     if change is None or not is_other_shuffle:
         return because(facts, _TODO[facts.data_change])
     why = capitalised(show_change(change, facts.evidence))

@@ -8,8 +8,7 @@ Example:
 
 from det_callbacks.causes.phrases.choices import USE_ONE_VALUE, explained_by
 from det_callbacks.causes.phrases.generators import RESUME_EXACTLY, keep_from_drawing, show_change
-from det_callbacks.causes.phrases.sites import site_text
-from det_callbacks.causes.phrases.steps import explain_first, place
+from det_callbacks.causes.phrases.steps import explain_first
 from det_callbacks.causes.rule import Answer, Causes
 from det_callbacks.compare.differences import Finding
 from det_callbacks.compare.facts import Facts
@@ -22,7 +21,7 @@ CAUSES: Causes = ("rng", "settings")
 def find(facts: Facts) -> Answer | None:
     if not _is_cause(facts):
         return None
-    return of_validation(facts) or _of_recomputation(facts) or Answer(cause="rng", advice=advise(facts))
+    return of_validation(facts) or Answer(cause="rng", advice=advise(facts))
 
 
 def of_validation(facts: Facts) -> Answer | None:
@@ -31,18 +30,6 @@ def of_validation(facts: Facts) -> Answer | None:
     if choice is None:
         return None
     return Answer(cause="settings", explanation=explained_by(choice, explain_first(facts)), advice=USE_ONE_VALUE)
-
-
-def _of_recomputation(facts: Facts) -> Answer | None:
-    if facts.unrestored_draw is None:
-        return None
-    op, side = facts.unrestored_draw
-    return Answer(
-        cause="rng",
-        explanation=f"{place(facts)}, {op.phase}: activation checkpointing recomputed {site_text(op)} without the "
-        f"state of the generator {facts.first.divergence.name} that its forward pass had, in the {side} only",
-        advice="Do not pass preserve_rng_state=False to torch.utils.checkpoint",
-    )
 
 
 def _is_cause(facts: Facts) -> bool:
@@ -63,8 +50,7 @@ def _is_made_outside(source: Finding) -> bool:
 
 def _draws_in_one_run(facts: Facts) -> bool:
     first = facts.first.divergence
-    reads_generator = any(site.role == "generator" for site in facts.difference.sites_read(facts.first.row))
-    return first.kind == "extra" and bool(first.op) and reads_generator
+    return first.kind == "extra" and bool(first.op) and facts.draws(facts.first.row)
 
 
 def advise(facts: Facts) -> str:
@@ -72,10 +58,16 @@ def advise(facts: Facts) -> str:
     was_before_fit = any(one.equal_at is None or LOADER in one.points for one in changes)
     if facts.is_resumed and was_before_fit and "rng" in facts.source_phases:
         return RESUME_EXACTLY
+    if _draws_in_one_run(facts):
+        module = facts.first.divergence.module
+        if module in ("", "?"):
+            return "Remove the draw, or record the reference again"
+        return (
+            f"Only the current run draws in {module}: compare its train() or eval() mode, and the arguments "
+            "of its dropout"
+        )
     if consumed is not None:
         return keep_from_drawing(consumed, facts.evidence)
-    if not changes and facts.first.divergence.kind == "extra":
-        return "Remove the draw, or record the reference again"
     if not changes:
         return "Seed this generator, and save its state in checkpoints"
     first = changes[0]

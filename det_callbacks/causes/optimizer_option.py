@@ -19,11 +19,7 @@ CAUSES: Causes = ("optimizer", "settings")
 def find(facts: Facts) -> Answer | None:
     if not facts.evidence.options or facts.sources:
         return None
-    found = facts.leading.divergence
-    if found.op and (found.phase != "optimizer" or found.kind == "content"):
-        return None
-    # below level op only the updated state shows the update
-    if not found.op and found.phase not in ("optimizer", "state"):
+    if not facts.is_of_update(facts.leading.row):
         return None
     names = listed(one.name for one in facts.evidence.options)
     if _is_built_so(facts):

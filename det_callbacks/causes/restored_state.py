@@ -16,8 +16,10 @@ CAUSES: Causes = ("checkpoint",)
 
 
 def find(facts: Facts) -> Answer | None:
-    if not facts.is_resumed or not (facts.restored or facts.unrestored):
+    if not facts.is_resumed:
         return None
+    if not (facts.restored or facts.unrestored):
+        return _of_lost_inputs(facts)
     if facts.restored:
         what = how_it_entered("restored", facts.restored, facts)
     else:
@@ -41,4 +43,18 @@ def find(facts: Facts) -> Answer | None:
         cause="checkpoint",
         explanation=f"{place(facts)}: {what}{also_differ(others)}; no op caused it",
         advice=advice,
+    )
+
+
+def _of_lost_inputs(facts: Facts) -> Answer | None:
+    """Return the answer if the reference adds to tensors from before the step that the resumed run lacks."""
+    if not facts.lost_inputs:
+        return None
+    are_gradients = all(name in facts.gradients[0] for name in facts.lost_inputs)
+    why = "gradients accumulated before the checkpoint were not restored" if are_gradients else "it was not restored"
+    return Answer(
+        cause="checkpoint",
+        explanation=f"{place(facts)}: the reference adds to {listed(facts.lost_inputs)} from before this step, and the "
+        f"resumed run has none: {why}",
+        advice="Save checkpoints after an update, when no gradients are accumulated, or save and restore them",
     )

@@ -1,6 +1,7 @@
 """How the sites of one step differ, and which differences start there: their ops read no difference."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -56,6 +57,9 @@ MAX_DESCRIBED = 100
 """How many divergences and origins of a step are described; all are counted."""
 
 
+Shapes = tuple[tuple[int, ...], ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """A divergence with further facts for its explanation."""
@@ -67,6 +71,7 @@ class Finding:
     is_rewired: bool = False  # the op reads different tensors than in the reference
     layouts: tuple[TensorLayout | None, TensorLayout | None] | None = None  # of both steps, where they differ
     arguments: ArgumentDifference | None = None
+    shapes_read: tuple[Shapes, Shapes] = ((), ())  # of the tensors that it read, in both steps
 
 
 class StepDifference:
@@ -172,7 +177,13 @@ class StepDifference:
             is_rewired=self._is_rewired(row),
             layouts=layouts,
             arguments=self.arguments.get(row),
+            shapes_read=(self._shapes_read(self.reference, row), self._shapes_read(self.current, row)),
         )
+
+    def _shapes_read(self, view: StepView, row: int) -> Shapes:
+        position = self.pairs[row][view is self.current]
+        read = view.program.sites[position].inputs if position >= 0 else ()
+        return tuple(entry.shape for at in read if (entry := view.layout.entries[at]) is not None)
 
     # where a row lies
 
@@ -215,6 +226,21 @@ class StepDifference:
 
     def sites_read(self, row: int) -> list[Site]:
         return [self.side(row)[0].sites[position] for position in self.site(row).inputs]
+
+    def rows_read(self, row: int) -> list[int]:
+        """Return the rows that a row read, on either side."""
+        sides = zip((self.alignment.reference, self.alignment.current), self._sides_of_row(row), strict=True)
+        return [int(at) for positions, read in sides for at in np.flatnonzero(np.isin(positions, read))]
+
+    def _sides_of_row(self, row: int) -> list[list[int]]:
+        """Return the positions that a row read in the reference, and in the current step."""
+        programs = self.reference.program, self.current.program
+        pairs = zip(programs, self.pairs[row], strict=True)
+        return [[*program.sites[at].inputs] if at >= 0 else [] for program, at in pairs]
+
+    def reads_detail(self, row: int, detail: str) -> bool:
+        """Return whether a row read a site with this layout detail in either step."""
+        return self._has_detail(row, detail, is_read=True)
 
     def _lines_of_reader(self, row: int) -> tuple[str, ...]:
         """Return the lines of the only op that reads a generator, or made the output of a gradient."""
@@ -409,6 +435,25 @@ class StepDifference:
     @cached_property
     def _partners(self) -> dict[int, int]:
         return {current: reference for reference, current in self.pairs if current >= 0}
+
+
+def recomputed_otherwise(view: StepView) -> int | None:
+    """Return the first output that activation checkpointing computed again with other bits than before, or None.
+
+    Its first executions are the calls of the same op in the same module, with the same arguments; a module may be
+    called several times, and backward runs them in reverse.
+    """
+    first_runs: defaultdict[Hashable, set[int]] = defaultdict(set)
+    again: list[tuple[int, Hashable]] = []
+    digests = view.record.digests.tolist()
+    for position, (site, entry) in enumerate(zip(view.program.sites, view.layout.entries, strict=True)):
+        if site.op and site.role == "output" and site.name is None:
+            key = site.module, site.op, site.output, site.arguments, entry
+            if site.recomputed:
+                again.append((position, key))
+            else:
+                first_runs[key].add(digests[position])
+    return next((at for at, key in again if key in first_runs and digests[at] not in first_runs[key]), None)
 
 
 def num_leading_sites(program: Program) -> int:

@@ -102,6 +102,7 @@ class BatchChange:
 
     # how the indices that samplers drew differ; cut: different batch sizes
     indices: Literal["same", "reordered", "cut", "other"] | None = None
+    has_loader: bool = True  # in either run
     is_process_shuffle: bool = False  # torch's RandomSampler shuffles with the generator of the process
     is_loaded_alike: bool | None = None  # the loaders' output matches
     found_at: int | None = None  # step of the reference with samples of this batch
@@ -157,8 +158,8 @@ def find_evidence(reference: Run, current: Run, difference: StepDifference) -> E
         _require_step(current, current_window, *place)
     if reference_window is None or current_window is None:
         return Evidence()
-    evidence = compare_windows(reference_window, current_window, step)
     has_other_batch = any(difference.site(row).phase == "data" for row in difference.starting("outside"))
+    evidence = compare_windows(reference_window, current_window, step, has_other_batch=has_other_batch)
     if not has_other_batch:
         return evidence
     reference_samples, current_samples = reference_window.samples(step), current_window.samples(step)
@@ -304,10 +305,11 @@ def _read_rows(
     return read_evidence(path, run_id=run.manifest.run_id, keep=is_wanted)
 
 
-def compare_windows(reference: Window, current: Window, step: int) -> Evidence:
+def compare_windows(reference: Window, current: Window, step: int, *, has_other_batch: bool = False) -> Evidence:
+    """Return what differs; a generator that was restored before the step only matters if the batch differs."""
     states = (row for row in current.rows if row.point != BATCH and not row.text and not row.name.startswith(SEED))
     generators = dict.fromkeys(row.name for row in states)
-    found = (_generator_change(reference, current, step, name) for name in generators)
+    found = (_generator_change(reference, current, step, name, is_from_begin=has_other_batch) for name in generators)
     changes = [change for change in found if change is not None]
     last_row = {(row.step, row.point): index for index, row in enumerate(current.rows)}
     changes.sort(key=lambda change: last_row.get(change.differs_at, len(last_row)))
@@ -340,8 +342,13 @@ def _option_changes(reference: Window, current: Window) -> Iterator[OptionChange
             )
 
 
-def _generator_change(reference: Window, current: Window, step: int, name: str) -> GeneratorChange | None:
-    """Return how a generator differs by the end of the step, or None if it does not."""
+def _generator_change(
+    reference: Window, current: Window, step: int, name: str, *, is_from_begin: bool
+) -> GeneratorChange | None:
+    """Return how a generator differs by the end of the step, or None if it does not.
+
+    Unless ``is_from_begin``, a state that matches when the step begins ends what differed before.
+    """
     reference_states, current_states = reference.states(name, step), current.states(name, step)
     reference_points, current_points = [row.point for row in reference_states], [row.point for row in current_states]
     blocks = SequenceMatcher(None, reference_points, current_points, autojunk=False).get_matching_blocks()
@@ -350,6 +357,9 @@ def _generator_change(reference: Window, current: Window, step: int, name: str) 
         reference_states[reference_index].value != current_states[current_index].value
         for reference_index, current_index in pairs
     ]
+    begins = [at for at, (_, index) in enumerate(pairs) if current_states[index][:2] == (step, BATCH_START)]
+    if begins and not is_from_begin and not differs[begins[0]]:
+        pairs, differs = pairs[begins[0] :], differs[begins[0] :]
     if not any(differs):
         return None
     first = differs.index(True)
@@ -422,6 +432,7 @@ def _batch_change(reference: Window, current: Window, step: int) -> BatchChange:
     }
     return BatchChange(
         indices=indices,
+        has_loader=bool(reference.settings or current.settings),
         is_process_shuffle=_is_process_shuffle(current.settings),
         first_index=next(other_indices, None),
         settings={name: pair for name, pair in settings.items() if pair[0] != pair[1]},

@@ -7,12 +7,12 @@ from typing import Literal
 
 import numpy as np
 
-from det_callbacks.compare.differences import Finding, StepDifference
+from det_callbacks.compare.differences import Finding, StepDifference, recomputed_otherwise
 from det_callbacks.compare.evidence import Evidence, GeneratorChange
 from det_callbacks.runs.environment import CONFIGURATION
 from det_callbacks.runs.evidence import AFTER_BACKWARD, AFTER_FORWARD, BATCH_END, BATCH_START, DRAWING, LOADER
 from det_callbacks.runs.program import Program, StepView, TensorLayout, is_further
-from det_callbacks.verdict import Divergence, EnvironmentDifference
+from det_callbacks.verdict import EnvironmentDifference
 
 LENGTHS = frozenset({"trainer.min_epochs", "trainer.max_epochs", "trainer.min_steps", "trainer.max_steps"})
 """Settings of the number of steps, which change nothing in common steps."""
@@ -228,6 +228,10 @@ class Facts:
         is_other_shuffle = batch.is_process_shuffle and batch.indices != "same"
         return self.is_resumed and is_other_shuffle and any(one.name == _TORCH_CPU for one in unrestored)
 
+    def draws(self, row: int) -> bool:
+        """Return whether the op of a row draws from a generator."""
+        return any(site.role == "generator" for site in self.difference.sites_read(row))
+
     @property
     def validation_choice(self) -> EnvironmentDifference | None:
         """The setting of the validation in which one run drew from a generator."""
@@ -246,28 +250,52 @@ class Facts:
         return any(one.name in names and one.equal_at == start for one in self.evidence.generators)
 
     @cached_property
-    def unrestored_draw(self) -> tuple[Divergence, Side] | None:
-        """The op that activation checkpointing recomputed from another generator state than its forward pass.
-
-        And which run did so; the other run restored a state that the step had drawn from.
-        """
-        difference, row = self.difference, self.first.row
-        reference_position, current_position = difference.pairs[row]
-        if self.first.role != "generator" or min(reference_position, current_position) < 0:
-            return None
-        readers, read = difference.current.program.edges
-        sites = difference.current.program.sites
-        drawing = next((at for at in readers[read == current_position].tolist() if sites[at].op), None)
-        if drawing is None or not sites[drawing].recomputed:
-            return None
-        is_restored = (
-            _is_drawn_before(difference.reference, reference_position),
-            _is_drawn_before(difference.current, current_position),
+    def recomputed_otherwise(self) -> tuple[tuple[int, Side], ...]:
+        """The row of each run that activation checkpointing first computed again with other bits, and the run."""
+        difference = self.difference
+        found: list[tuple[int, Side]] = []
+        sides: tuple[tuple[Side, StepView], ...] = (
+            ("reference", difference.reference),
+            ("current run", difference.current),
         )
-        if is_restored not in ((True, False), (False, True)):
-            return None
-        drawing_row = next(at for at, (_, position) in enumerate(difference.pairs) if position == drawing)
-        return difference.describe(drawing_row), "current run" if is_restored[0] else "reference"
+        for number, (side, view) in enumerate(sides):
+            position = recomputed_otherwise(view)
+            row = next((row for row, pair in enumerate(difference.pairs) if pair[number] == position), None)
+            if position is not None and row is not None:
+                found.append((row, side))
+        return tuple(found)
+
+    @property
+    def starts_recomputed(self) -> bool:
+        """Whether the first difference is of an op that activation checkpointing ran again, or what that drew from."""
+        program, position = self.difference.side(self.first.row)
+        readers, read = program.edges
+        readers_of_first = [at for at in readers[read == position].tolist() if program.sites[at].op]
+        is_state = self.first.role == "generator" and bool(readers_of_first)
+        return program.sites[readers_of_first[0] if is_state else position].recomputed
+
+    @property
+    def has_only_recomputation(self) -> bool:
+        """Whether all that differs are ops that activation checkpointing ran again in one run."""
+        rows = [row for row in self.difference.kinds if row not in self.difference.rows_after_step]
+        return bool(rows) and all(self.difference.site(row).recomputed for row in rows)
+
+    @cached_property
+    def lost_inputs(self) -> list[str]:
+        """Names of tensors from before the step that ops of the reference read, and the current run has not.
+
+        A gradient from before has no name of its own: it is that of what the op writes.
+        """
+        difference = self.difference
+        aligned = {position for position, _ in difference.pairs}
+        found: dict[str, None] = {}
+        for row in (row for row, kind in difference.kinds.items() if kind == "missing"):
+            site = difference.site(row)
+            sites = difference.reference.program.sites
+            is_lost = any(sites[read].role == "input" and read not in aligned for read in site.inputs)
+            if is_lost and site.op and site.name is not None:
+                found[site.name] = None
+        return [*found]
 
     def is_before_step(self, change: GeneratorChange) -> bool:
         """Return whether a generator differed before the step's batch was loaded."""
@@ -299,6 +327,18 @@ class Facts:
         if len(owners) < len(trained) or not owners.keys() >= {name for names in self.gradients for name in names}:
             return [[], []]
         return [_updates_of(names, owners) for names in self.gradients]
+
+    def is_of_update(self, row: int) -> bool:
+        """Return whether a row is of an optimizer's update, which its options affect: an op of it, or what it leaves.
+
+        Around an optimizer that takes a closure, its ops have phase gradient, and write parameters or their state.
+        """
+        site = self.difference.site(row)
+        if not site.op:  # below level op only the updated state shows the update
+            return site.phase in ("optimizer", "state")
+        is_called_otherwise = self.difference.kinds.get(row) != "content"
+        is_written = site.name is not None and site.name not in {*self.gradients[0], *self.gradients[1]}
+        return is_called_otherwise and (site.phase == "optimizer" or (site.phase == "gradient" and is_written))
 
     @property
     def normed_gradient(self) -> str | None:
@@ -416,13 +456,6 @@ def _updates_of(gradients: Sequence[str], owners: Mapping[str, str]) -> list[str
             names.clear()
         names.add(name)
     return updates
-
-
-def _is_drawn_before(view: StepView, position: int) -> bool:
-    """Return whether an earlier row of a generator has the state that it has at a position."""
-    name, state = view.program.sites[position].name, view.record.digests[position]
-    earlier = zip(view.program.sites[:position], view.record.digests, strict=False)
-    return any((site.role, site.name) == ("generator", name) and digest == state for site, digest in earlier)
 
 
 def _bits_at(view: StepView, position: int) -> tuple[int, TensorLayout | None]:

@@ -14,7 +14,7 @@ from det_callbacks.report.numerics import numerics_report
 from det_callbacks.report.run import ops_text, output_text
 from det_callbacks.runs.store import Run
 from det_callbacks.text import count, listed
-from det_callbacks.verdict import MAX_ORIGINS, Divergence, EnvironmentDifference, TensorNumbers, Verdict
+from det_callbacks.verdict import MAX_ORIGINS, Divergence, EnvironmentDifference, TensorNumbers, TrailEntry, Verdict
 
 PRINTED_ORIGINS = 20
 
@@ -98,7 +98,29 @@ def head_report(verdict: Verdict) -> list[Section]:
     named = [(name, getattr(verdict, name)) for name in ("reference", "current", "cause")]
     head = Section(title=_word(verdict), style=STYLES[verdict.verdict], lines=[verdict.explanation])
     report = [head, Section(facts=[(name, fact) for name, fact in named if fact is not None])]
+    if len(verdict.trail) > 1:  # else it says no more than the first divergence
+        report.append(Section(title="Trail (the cause first)", table=trail_table(verdict.trail)))
     return [*report, Section(title="Evidence", items=verdict.evidence)] if verdict.evidence else report
+
+
+def trail_table(trail: Sequence[TrailEntry]) -> Table:
+    """Return a row for each entry; a digest says no more than that bits differ."""
+    rows = [
+        (
+            one.kind,
+            one.name if one.proven else f"{one.name} (may)",
+            str(one.step),
+            one.moment,
+            *(_value(one, value) for value in (one.reference, one.current)),
+        )
+        for one in trail
+    ]
+    return Table(columns=("what", "name", "step", "moment", "reference", "current"), rows=rows)
+
+
+def _value(entry: TrailEntry, value: str | None) -> str:
+    has_digest = entry.kind not in ("setting", "option", "indices")
+    return "-" if value is None or has_digest else value
 
 
 def details_report(verdict: Verdict, *, lists_all: bool) -> list[Section]:

@@ -5,6 +5,7 @@ its position, since the programs of different steps share most sites.
 """
 
 import json
+import re
 import struct
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -136,6 +137,11 @@ class TensorLayout:
     shape: tuple[int, ...]
     stride: tuple[int, ...] = ()
     detail: str = ""
+
+
+def reads_expanded(layout: TensorLayout) -> bool:
+    """Return whether an op read an element of a tensor several times, as broadcasting does: a stride is 0."""
+    return re.search(r"by \[(.*, )?0[],]", layout.detail) is not None
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 from det_callbacks.causes.evidence import evidence_lines
 from det_callbacks.causes.phrases.choices import both_values, explained_by
 from det_callbacks.causes.table import find_cause
+from det_callbacks.causes.trail import find_trail, trail_of_metric
 from det_callbacks.compare.collectives import Classification, FirstDifference, classify
 from det_callbacks.compare.evidence import Evidence, find_evidence
 from det_callbacks.compare.facts import LENGTHS, Facts, choices_of_steps
@@ -47,6 +48,7 @@ from det_callbacks.verdict import (
     Divergence,
     EnvironmentDifference,
     Finding,
+    TrailEntry,
     Verdict,
     VerdictName,
 )
@@ -234,6 +236,7 @@ class _Answer(NamedTuple):
     advice: str = ""
     evidence: tuple[str, ...] = ()
     choice: str = ""  # with which the text begins
+    trail: tuple[TrailEntry, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,6 +340,7 @@ class _Judge:
             ),
             # the evidence names the generators that may be the cause
             environment=self.environment if verdict == "match" else tuple(_without_starts(self.environment)),
+            trail=answer.trail,
             evidence=answer.evidence,
         )
 
@@ -421,7 +425,7 @@ class _Judge:
             text += f"; in addition, {shown_whole}"
         names = (choice.name for choice in facts.choices)
         chosen = next((name for name in names if text.startswith(f"{name} is ")), "")
-        return _Answer(shown, answer.cause, text, answer.advice, evidence_lines(facts), chosen)
+        return _Answer(shown, answer.cause, text, answer.advice, evidence_lines(facts), chosen, find_trail(facts))
 
     def _answer_metric(self, metric: MetricDifference, agree: str) -> _Answer:
         others = self.metrics.num_differing - 1
@@ -430,7 +434,8 @@ class _Judge:
         choice = metric.explaining_choice
         if choice is not None:
             text, chosen = explained_by(choice, text), choice.name
-        return _Answer(metric.divergence(), metric.cause, text, advise_metric(metric), metric_lines(metric), chosen)
+        evidence, trail = metric_lines(metric), trail_of_metric(metric)
+        return _Answer(metric.divergence(), metric.cause, text, advise_metric(metric), evidence, chosen, trail)
 
     def _facts(self, known: FirstDifference) -> Facts:
         """Return the facts of the step in which a rank first differs."""

@@ -113,6 +113,13 @@ def of_unwritten_memory(step: StepBuilder, now: bool) -> None:
     step.op("aten.clone.default", filled, memory, source=("train.py:9 in forward",), noise=now)
 
 
+def recomputed(step: StepBuilder, now: bool) -> None:
+    dropout = {"module": "net.dropout", "source": ("train.py:9 in forward",)}
+    mask = step.op("aten.bernoulli_.float", generator=1, **dropout)
+    again = step.op("aten.bernoulli_.float", generator=1 + now, phase="backward", recomputed=True, **dropout)
+    step.op("aten.mul.Tensor", mask, again, phase="backward")
+
+
 def read_a_weight(step: StepBuilder, now: bool) -> None:
     step.op("aten.mm.default", "net.weight", weights={"net.weight": 1 + now}, module="net")
 
@@ -125,6 +132,7 @@ EXAMPLES: Mapping[str, Callable[[Path], Verdict]] = {
     "another length": built(with_the_next_batch),
     "generator before data": planted("callback draws at the epoch's end"),
     "batch": planted("unsorted listing"),
+    "recomputation": built(recomputed),
     "generator": planted("validation draws"),
     "unrecorded steps": built(read_a_weight, selection=Selection(only_steps=(7,))),
     "uninitialised memory": built(of_unwritten_memory, step=0),

@@ -117,32 +117,67 @@ def test_a_second_call_of_step_is_counted(tmp_path):
 
 
 class Checkpointed(Loop):
-    def __init__(self, *, preserve_rng_state: bool) -> None:
+    """Recomputes the first layer and its dropout: "restored" or "drawn again" (preserve_rng_state), or not at all."""
+
+    def __init__(self, how: str) -> None:
         super().__init__()
-        self.preserve_rng_state = preserve_rng_state
+        self.how = how
 
     def loss(self, batch: Any) -> Tensor:
         inputs, labels = batch
         model: Any = self.model
-        hidden = checkpoint(
-            lambda one: model.drop(torch.relu(model.first(one))),
-            inputs,
-            use_reentrant=False,
-            preserve_rng_state=self.preserve_rng_state,
-        )
+
+        def block(one: Tensor) -> Tensor:
+            return model.drop(torch.relu(model.first(one)))
+
+        if self.how == "not at all":
+            return cross_entropy(model.last(block(inputs)), labels)
+        preserve = self.how == "restored"
+        hidden = checkpoint(block, inputs, use_reentrant=False, preserve_rng_state=preserve)
         return cross_entropy(model.last(hidden), labels)
 
 
+@pytest.mark.parametrize("other", ["restored", "not at all"])
 @pytest.mark.parametrize("is_in_reference", [False, True])
-def test_a_recomputation_without_its_generator_state_is_named(is_in_reference, tmp_path):
-    reference = partial(Checkpointed, preserve_rng_state=not is_in_reference)
-    current = partial(Checkpointed, preserve_rng_state=is_in_reference)
+def test_a_recomputation_that_draws_again_is_named(is_in_reference, other, tmp_path):
+    reference, current = (partial(Checkpointed, how) for how in ("drawn again", other)[:: 1 if is_in_reference else -1])
     verdict = verify(current, tmp_path, reference=reference)
-    assert (verdict.cause, verdict.first_divergence.step) == ("rng", 0)
-    said = "Step 0, backward: activation checkpointing recomputed aten.bernoulli_.float in drop ("
+    assert (verdict.cause, verdict.first_divergence.step) == ("rng", 0), verdict.explanation
+    said = "Step 0, backward: activation checkpointing ran aten.bernoulli_.float in drop ("
     assert verdict.explanation.startswith(said), verdict.explanation
     side = "reference" if is_in_reference else "current run"
-    assert f"that its forward pass had, in the {side} only. Do not pass preserve_rng_state=False" in verdict.explanation
+    assert f"again in the {side}, and it gave other bits than in the forward pass" in verdict.explanation
+    assert "Do not pass preserve_rng_state=False" in verdict.explanation
+
+
+@pytest.mark.parametrize("is_in_reference", [False, True])
+def test_a_recomputation_with_the_same_bits_is_all_that_differs(is_in_reference, tmp_path):
+    reference, current = (
+        partial(Checkpointed, how) for how in ("restored", "not at all")[:: 1 if is_in_reference else -1]
+    )
+    verdict = verify(current, tmp_path, reference=reference)
+    assert verdict.cause == "structure", verdict.explanation
+    side = "reference" if is_in_reference else "current run"
+    assert f"only the {side} recomputes activations" in verdict.explanation
+    assert "everything that both runs have matches" in verdict.explanation
+
+
+def test_a_recomputation_from_what_changed_since_is_no_draw(tmp_path):
+    class Changed(Checkpointed):
+        """The checkpointed function reads a tensor that is changed before the backward pass."""
+
+        def loss(self, batch: Any) -> Tensor:
+            inputs, labels = batch
+            model: Any = self.model
+            scale = torch.ones(1)
+            hidden = checkpoint(lambda one: model.first(one) * scale.exp(), inputs, use_reentrant=False)
+            loss = cross_entropy(model.last(hidden), labels)
+            if self.how == "changed":
+                scale.add_(1)
+            return loss
+
+    verdict = verify(partial(Changed, "changed"), tmp_path, reference=partial(Changed, "restored"))
+    assert verdict.cause != "rng"
 
 
 def test_a_seed_after_a_draw_is_not_in_place_before_the_step(tmp_path):

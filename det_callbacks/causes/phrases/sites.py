@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from det_callbacks.compare.differences import Finding, Start
 from det_callbacks.report.run import describe_tensor
-from det_callbacks.runs.program import READS, REGION, TensorLayout
+from det_callbacks.runs.program import READS, REGION, TensorLayout, reads_expanded
 from det_callbacks.text import listed
 from det_callbacks.verdict import Divergence
 
@@ -53,6 +55,8 @@ def _how_it_differs(finding: Finding) -> str:
     if divergence.kind == "structure" and finding.role == "graph":
         return "differs, because of a recompilation, a graph break or different code"
     if divergence.kind == "structure" and finding.layouts is not None:
+        if (broadcast := _how_broadcast(finding)) is not None:
+            return broadcast
         if reads_another_part(finding.layouts):
             return f"read a different part of its input: {both_layouts(finding.layouts)}"
         return f"produced {what_differs(finding.layouts)}: {both_layouts(finding.layouts)}"
@@ -60,6 +64,23 @@ def _how_it_differs(finding: Finding) -> str:
         return f"{'ran' if divergence.op else 'is'} only in the {side_of(divergence)}"
     verb = "produced" if divergence.op else "has"
     return f"{_VERBS.get(finding.role, verb) if divergence.kind == 'content' else verb} different bits"
+
+
+def _how_broadcast(finding: Finding) -> str | None:
+    """Return which shapes only one run broadcast to a larger one, or None."""
+    is_expanded = [layout is not None and reads_expanded(layout) for layout in finding.layouts or ()]
+    if is_expanded not in ([True, False], [False, True]):
+        return None
+    side = is_expanded.index(True)
+    shapes = finding.shapes_read[side]
+    try:
+        together = np.broadcast_shapes(*shapes)
+    except ValueError:  # they are not all of them broadcast
+        return None
+    if len(shapes) < 2 or together in shapes:
+        return None
+    run = ("reference", "current run")[side]
+    return f"broadcast {listed(str([*shape]) for shape in shapes)} to {[*together]} in the {run} only"
 
 
 def site_text(divergence: Divergence) -> str:

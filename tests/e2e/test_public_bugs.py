@@ -1,0 +1,207 @@
+"""Small forms of public bugs, each with and without its mistake: what the verdict says of the difference."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout, mse_loss
+
+from det_callbacks import DivergenceError, TrainingRun
+from det_callbacks.verdict import Verdict
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")  # torch's, of a planted fault
+
+Step = Callable[[Tensor], object]
+STEPS = 4
+
+
+def train(make: Callable[[bool], tuple[nn.Module, torch.optim.Optimizer, Step]], wrong: bool, folder: Path, **options):
+    torch.manual_seed(0)
+    model, optimizer, step = make(wrong)
+    first = options.pop("first", 0)
+    run = TrainingRun(folder / "reference", model=model, optimizers=optimizer, current=folder / "current", **options)
+    if first:
+        run.resume_from(step=first, epoch=0)
+    with run:
+        for number in range(first, STEPS):
+            batch = torch.full((8, 4), 1.0 + number) if not isinstance(step, Batches) else step.batch()
+            with run.step(batch):
+                step(batch)
+    return run.verdict
+
+
+def judged(make, folder: Path, **options) -> Verdict:
+    train(make, False, folder, mode="record")
+    try:
+        return train(make, True, folder, **options)
+    except DivergenceError as error:
+        return error.verdict
+
+
+class Batches:
+    """A step whose batch comes from a generator that nobody seeds."""
+
+    def __init__(self, step: Step, seed: int) -> None:
+        self.step, self.generator = step, np.random.default_rng(seed)
+
+    def batch(self) -> Tensor:
+        return torch.from_numpy(self.generator.normal(size=(8, 4)).astype(np.float32))
+
+    def __call__(self, batch: Tensor) -> object:
+        return self.step(batch)
+
+
+def updating(optimizer: torch.optim.Optimizer, loss: Callable[[Tensor], Tensor]) -> Step:
+    def step(batch: Tensor) -> None:
+        optimizer.zero_grad()
+        loss(batch).backward()
+        optimizer.step()
+
+    return step
+
+
+def heads(wrong, *, is_loaded):
+    """Two heads, built in another order; with their values loaded by name, or as they are initialised."""
+    model = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("ba" if wrong else "ab")})
+    for place, name in enumerate("ab" if is_loaded else ""):
+        nn.init.constant_(model[name].weight, place + 0.5)
+        nn.init.constant_(model[name].bias, place)
+    optimizer = torch.optim.Adam(model.parameters())
+    return model, optimizer, updating(optimizer, lambda batch: (model["a"](batch) + model["b"](batch).sin()).sum())
+
+
+def closure(wrong):
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.6 if wrong else 0.5)
+
+    def step(batch):
+        def evaluate():
+            optimizer.zero_grad()
+            loss = model(batch).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(evaluate)
+        scheduler.step()
+
+    return model, optimizer, step
+
+
+def clipping(wrong):
+    """Gradients that are clipped before, or after, they are divided by the scale of the loss."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch):
+        optimizer.zero_grad()
+        (model(batch).square().mean() * 1024.0).backward()
+        if wrong:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for parameter in model.parameters():
+            parameter.grad.div_(1024.0)
+        if not wrong:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    return model, optimizer, step
+
+
+def broadcasting(wrong):
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(batch):
+        found = model(batch)
+        return mse_loss(found if wrong else found.squeeze(1), batch.sum(1))
+
+    return model, optimizer, updating(optimizer, loss)
+
+
+class Teacher(nn.Module):
+    def __init__(self, always_drops):
+        super().__init__()
+        self.first, self.always_drops = nn.Linear(4, 4), always_drops
+
+    def forward(self, batch):
+        return dropout(self.first(batch), 0.3, training=self.training or self.always_drops)
+
+
+def distilling(wrong):
+    model = nn.ModuleDict({"teacher": Teacher(wrong).eval(), "student": nn.Linear(4, 4)})
+    optimizer = torch.optim.SGD(model["student"].parameters(), lr=0.1)
+
+    def loss(batch):
+        with torch.no_grad():
+            goal = model["teacher"](batch)
+        return mse_loss(model["student"](batch), goal)
+
+    return model, optimizer, updating(optimizer, loss)
+
+
+def unseeded(wrong):
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, optimizer, Batches(updating(optimizer, lambda batch: model(batch).square().mean()), seed=int(wrong))
+
+
+def accumulating(wrong):
+    """Updates in every second step; the resume, in between, has no gradients."""
+    model = nn.Linear(4, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    calls = [wrong]
+
+    def step(batch):
+        model(batch).square().sum().backward()
+        calls[0] += 1
+        if calls[0] % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return model, optimizer, step
+
+
+CASES = {
+    "initialised in another order": (
+        lambda wrong: heads(wrong, is_loaded=False),
+        "initial_weights",
+        "a.weight has the reference's bits of b.weight",
+    ),
+    "a schedule with a closure": (closure, "optimizer", "From step 2 on, lr of group 0 is 0.05"),
+    "clipped before unscaled": (
+        clipping,
+        "backward",
+        "aten.div_.Tensor on grad of weight in no module",
+        "ran before aten._foreach_mul_.Tensor on grad of weight",
+        "in the reference, and after it in the current run",
+    ),
+    "broadcast": (broadcasting, "forward", "broadcast [8, 1] and [8] to [8, 8] in the current run only"),
+    "dropout in eval": (distilling, "rng", "Only the current run draws in teacher", "!separate generator"),
+    "unseeded": (unseeded, "data_content", "comes from something that was not recorded", "!data set"),
+    "lost gradients": (
+        accumulating,
+        "checkpoint",
+        "gradients accumulated before the checkpoint were not restored",
+        "!Python value",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "cause", "said"), [(make, cause, said) for make, cause, *said in CASES.values()], ids=CASES
+)
+def test_the_verdict_says_what_went_wrong(make, cause, said, tmp_path):
+    verdict = judged(make, tmp_path, **({"first": 1} if make is accumulating else {}))
+    assert verdict.cause == cause, verdict.explanation
+    for text in said:
+        assert (text.lstrip("!") in verdict.explanation) is not text.startswith("!"), verdict.explanation
+    assert verdict.trail[-1].step == verdict.first_divergence.step
+
+
+def test_the_same_tensors_in_another_order_match(tmp_path):
+    verdict = judged(lambda wrong: heads(wrong, is_loaded=True), tmp_path)
+    assert verdict.verdict == "match"
+    assert "In another order than in the reference, and compared by name" in verdict.explanation
