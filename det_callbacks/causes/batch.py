@@ -41,7 +41,7 @@ def find(facts: Facts) -> Answer | None:
 
 _UNRECORDED = (
     "No DataLoader gave the batch, and the recorded generators match, so it comes from something that was not "
-    "recorded: a generator of its own (numpy.random.default_rng() without a seed), an environment, or a file"
+    "recorded: a separate generator (numpy.random.default_rng() without a seed), an environment, or a file"
 )
 
 

@@ -56,7 +56,7 @@ def _advise(facts: Facts) -> str:
         )
     change = next((one for one in facts.evidence.other_starts if one.is_reseeded), None)
     if facts.exchanged:
-        return f"{show_exchanged(facts.exchanged)}: they were initialised, or loaded, in another order"
+        return f"{show_exchanged(facts.exchanged)}: they were initialised, or loaded, in a different order"
     if change is None:
         return "Set the same seed before you build the model, or load the same weights"
     return f"Set the same seed before you build the model: {show_start(change)}"

@@ -32,8 +32,8 @@ def find(facts: Facts) -> Answer | None:
     )
     if facts.exchanged:
         advice = (
-            f"{show_exchanged(facts.exchanged)}: state was restored by its place in a list, and the list is in another "
-            "order. Give the optimizer its parameters in the reference's order"
+            f"{show_exchanged(facts.exchanged)}: state was restored by its place in a list, and the order of the list "
+            "differs. Give the optimizer its parameters in the reference's order"
         )
     found = [str(one.divergence.name) for one in facts.restored] or facts.unrestored
     if not all(" of " in name for name in found):  # not "exp_avg of net.weight", "state of StepLR: last_epoch"

@@ -175,7 +175,7 @@ def _rows_read(facts: Facts, row: int) -> Iterator[Node]:
 
 
 def _reads_of_state(facts: Facts, node: Node) -> Iterator[Node]:
-    """Yield what the state at the start of a step came from: the state at the end of the step before."""
+    """Yield what the state at the start of a step came from: the state at the end of the previous step."""
     if facts.is_resumed:
         yield _checkpoint(facts)
     elif facts.is_after_gap:

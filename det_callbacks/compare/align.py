@@ -59,7 +59,7 @@ class Alignment:
 
     It omits two kinds of rows without a partner: numbers of a call with outputs, which the other side may keep as
     constants, and input rows of a call in only one step. ``reordered`` has the phases whose named rows or updates
-    come in another order than in the reference.
+    come in a different order than in the reference.
     """
 
     reference: np.ndarray
@@ -338,7 +338,7 @@ def _pair_outputs(
 
 
 def _is_same_list(reference: Sequence[Owners], current: Sequence[Owners]) -> bool:
-    """Return whether the outputs of an op on lists are for the same parameters, each for one, in another order."""
+    """Return whether the outputs of an op on lists are for the same parameters, each for one, in a different order."""
     is_each_for_one = all(len(owners) == 1 for owners in current)
     return is_each_for_one and reference != current and {*reference} == {*current}
 

@@ -284,7 +284,7 @@ class Facts:
     def lost_inputs(self) -> list[str]:
         """Names of tensors from before the step that ops of the reference read, and the current run has not.
 
-        A gradient from before has no name of its own: it is that of what the op writes.
+        A gradient from before is unnamed: its name is that of what the op writes.
         """
         difference = self.difference
         aligned = {position for position, _ in difference.pairs}

@@ -1,6 +1,6 @@
 """Brings named rows into the reference's order: they are matched by what they are, not by their place.
 
-Parameters may be registered, an optimizer given them, and a batch's entries listed in another order. Matches of an
+Parameters may be registered, an optimizer given them, and a batch's entries listed in a different order. Matches of an
 alignment never cross, so the units of the current step are put into the reference's order before.
 """
 

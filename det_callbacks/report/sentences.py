@@ -79,11 +79,11 @@ def explain_match(tally: Tally, *, num_ranks: int) -> str:
 
 
 def order_lines(phases: Collection[str]) -> list[str]:
-    """Return which tensors come in another order than in the reference."""
+    """Return which tensors come in a different order than in the reference."""
     names = [_IN_ORDER[phase] for phase in _IN_ORDER if phase in phases]
     if not names:
         return []
-    return [f"In another order than in the reference, and compared by name: {listed(dict.fromkeys(names))}"]
+    return [f"In a different order from the reference, and compared by name: {listed(dict.fromkeys(names))}"]
 
 
 def code_lines(environment: Sequence[EnvironmentDifference]) -> list[str]:

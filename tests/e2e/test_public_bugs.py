@@ -64,7 +64,7 @@ def updating(optimizer: torch.optim.Optimizer, loss: Callable[[Tensor], Tensor])
 
 
 def heads(wrong, *, is_loaded):
-    """Two heads, built in another order; with their values loaded by name, or as they are initialised."""
+    """Two heads, built in a different order; with their values loaded by name, or as they are initialised."""
     model = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("ba" if wrong else "ab")})
     for place, name in enumerate("ab" if is_loaded else ""):
         nn.init.constant_(model[name].weight, place + 0.5)
@@ -165,7 +165,7 @@ def accumulating(wrong):
 
 
 CASES = {
-    "initialised in another order": (
+    "initialised in a different order": (
         lambda wrong: heads(wrong, is_loaded=False),
         "initial_weights",
         "a.weight has the reference's bits of b.weight",
@@ -204,4 +204,4 @@ def test_the_verdict_says_what_went_wrong(make, cause, said, tmp_path):
 def test_the_same_tensors_in_another_order_match(tmp_path):
     verdict = judged(lambda wrong: heads(wrong, is_loaded=True), tmp_path)
     assert verdict.verdict == "match"
-    assert "In another order than in the reference, and compared by name" in verdict.explanation
+    assert "In a different order from the reference, and compared by name" in verdict.explanation
