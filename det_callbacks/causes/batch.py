@@ -48,7 +48,7 @@ _UNRECORDED = (
 def _advise(facts: Facts) -> str:
     batch = facts.evidence.batch
     changes = [*filter(facts.is_before_step, facts.evidence.generators)]
-    if not batch.has_loader and facts.data_change == "other" and not changes:
+    if not (batch.has_loader or changes or batch.num_same) and facts.data_change == "other":
         return _UNRECORDED
     if facts.data_change in ("made otherwise", "other") and changes:
         shown = listed(f"the generator {change.name}" for change in changes)

@@ -20,10 +20,10 @@ _CHANGED_INPUT = (
 
 
 def find(facts: Facts) -> Answer | None:
-    """Apply if the first difference is of an op that ran again."""
-    if not facts.starts_recomputed:
-        return None
+    """Apply if the first difference is an op that only one run ran again, or the state that such an op drew from."""
     first = facts.first.divergence
+    if not facts.starts_recomputed or (first.op and first.kind not in ("missing", "extra")):
+        return None
     if len(facts.recomputed_otherwise) == 1:
         ((row, side),) = facts.recomputed_otherwise
         op, draws = facts.difference.describe(row), facts.draws(row)
