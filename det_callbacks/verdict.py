@@ -98,7 +98,7 @@ class Divergence:
         rank: number of the process.
         step: training batch, counted from 0 over the whole run.
         phase: forward, backward, gradient, optimizer, input, state, data, rng, metric or other.
-        module: qualified name in the LightningModule; "" outside any module, "?" when unknown.
+        module: qualified name in the LightningModule; "" for ops of the root and outside any module, "?" when unknown.
         op: ``namespace.op.overload``; "" for a batch, a parameter or a generator.
         occurrence: number of earlier sites of the step with the same phase, module, op and output.
         output: index of the op's output.

@@ -57,7 +57,7 @@ class OpMismatch:
     is_uninitialised: bool = False
 
     def __str__(self) -> str:
-        module = {"": "outside any module", "?": "in an unknown module"}.get(self.module, f"in {self.module}")
+        module = {"": "in no submodule", "?": "in an unknown module"}.get(self.module, f"in {self.module}")
         place = f" at {self.source[0]}" if self.source else ""
         distance = "" if self.max_ulps is None else f", by up to {self.max_ulps} ULPs"
         third = "; two of three runs agree, so it may be transient" if self.is_transient else ""

@@ -2,8 +2,8 @@
 
 Example:
     Step 7: a tensor read in net.noise differs; no recorded op produced it. Check the code
-    outside the step that computes it (labels, a loss scale, noise): seed it if it is random, or
-    mark the tensor there with observe_non_deterministic (docs/how-to/replay.md).
+    outside the step that computes it (labels, a loss scale, noise), and seed it if it is
+    random.
 """
 
 from det_callbacks.causes.phrases.unrecorded import advise_lost_value
@@ -12,10 +12,17 @@ from det_callbacks.compare.facts import Facts
 from det_callbacks.runs.program import is_further
 from det_callbacks.verdict import Cause
 
-CAUSES: Causes = ("initial_weights", "forward", "backward", "optimizer", "unknown")
+CAUSES: Causes = ("initial_weights", "forward", "backward", "optimizer", "structure", "unknown")
+
+_SORT = (
+    "They are the reference's in a different order, so sort what is iterated over: a set (whose order depends on "
+    "PYTHONHASHSEED), or the files of a folder"
+)
 
 
 def find(facts: Facts) -> Answer | None:
+    if facts.has_reordered_inputs:
+        return Answer(cause="structure", advice=_SORT)
     cause = _cause(facts)
     return None if cause is None else Answer(cause=cause, advice=advise_lost_value(facts))
 

@@ -1,5 +1,6 @@
 """The facts of the first step that differs, for the rules in ``causes/``."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -156,6 +157,16 @@ class Facts:
             if other is not None and other != name:
                 found[name] = other
         return found
+
+    @cached_property
+    def has_reordered_inputs(self) -> bool:
+        """Whether the unnamed tensors that differ are the reference's in a different order."""
+        pairs = [self.difference.pairs[one.row] for one in self.sources if one.divergence.name is None]
+        if len(pairs) < 2 or len(pairs) < len(self.sources) or min(map(min, pairs)) < 0:
+            return False
+        of_reference, of_current = zip(*pairs, strict=True)
+        reference = Counter(_bits_at(self.difference.reference, position) for position in of_reference)
+        return reference == Counter(_bits_at(self.difference.current, position) for position in of_current)
 
     @property
     def further(self) -> list[str]:

@@ -137,7 +137,7 @@ def _where(site: SiteNumerics) -> str:
     again = f" #{site.occurrence}" if site.occurrence else ""
     rank = f" of rank {site.rank}" if site.rank else ""
     place = f"in {site.module}" if site.module else f"of {site.name}" if site.name else ""
-    return f"{site.op}{again} {place or 'in no module'}{line} (step {site.step}{rank}, {site.phase})"
+    return f"{site.op}{again} {place or 'in no submodule'}{line} (step {site.step}{rank}, {site.phase})"
 
 
 def ulps_text(ulp: int | None) -> str:

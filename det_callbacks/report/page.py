@@ -202,4 +202,4 @@ def _rows_of_modules(programs: Iterable[Sequence[Site]]) -> tuple[dict[str, int]
 
 
 def _label_of(module: str) -> str:
-    return {"": "(outside any module)", "?": "(module not known)"}.get(module, module)
+    return {"": "(no submodule)", "?": "(module not known)"}.get(module, module)

@@ -171,7 +171,7 @@ def _facts(divergence: Divergence) -> list[tuple[str, str]]:
     shape = "" if divergence.shape is None else f" {list(divergence.shape)}"
     facts = [
         ("where", f"rank {divergence.rank}, step {divergence.step}, phase {divergence.phase}"),
-        ("module", divergence.module or "(outside any module)"),
+        ("module", divergence.module or "(no submodule)"),
         ("op", _call(divergence) if divergence.op else ""),
         ("name", divergence.name or ""),
         ("kind", f"{divergence.kind}: {_KINDS[divergence.kind]}"),

@@ -80,7 +80,7 @@ class NondeterministicOp:
     @property
     def place(self) -> str:
         """Where it was called, in words."""
-        module = {"": "outside any module", "?": "in an unknown module"}.get(self.module, f"in {self.module}")
+        module = {"": "in no submodule", "?": "in an unknown module"}.get(self.module, f"in {self.module}")
         line = f" at {self.source[0]}" if self.source else ""
         return f"{self.op} {module}{line} ({self.phase})"
 

@@ -409,7 +409,7 @@ WRITES = {
     ),
     "memory that is partly written": planted(
         "uninitialised_memory",
-        "Step 0, forward: aten.cat.default in no module",
+        "Step 0, forward: aten.cat.default in no submodule",
         "it reads a tensor (float32 [2, 10]) that was only partly written after its allocation",
         base={"left_in_memory": 0},
         left_in_memory=1,

@@ -162,7 +162,7 @@ def test_another_op_in_its_place_is_looked_through_and_named(tmp_path, inputs, c
     assert found.not_compared["only the reference has it"] >= 1
     main(["diff", str(reference), str(current), "--numerics"])
     printed = words(capsys.readouterr().out)
-    assert "A real change starts at aten.gelu.default in no module at " in printed
+    assert "A real change starts at aten.gelu.default in no submodule at " in printed
     assert "its inputs come through aten.relu.default and aten.gelu.default, whose outputs were not compared" in printed
     assert "inputs differ by" not in printed
 
@@ -259,7 +259,7 @@ def test_the_first_number_that_is_not_finite_is_named_with_its_line(tmp_path, in
     assert main(["show", str(zero)]) == 0
     shown = words(capsys.readouterr().out)
     line = "test_numerics_of_runs.py:"
-    assert "The first number that is not finite comes from aten.log.default in no module at " in shown
+    assert "The first number that is not finite comes from aten.log.default in no submodule at " in shown
     assert line in shown
     assert "(step 0, forward): 16 infinite of 16 elements; its inputs are finite. aten.mul.Tensor in" in shown
     assert main(["diff", str(finite), str(zero)]) == 1

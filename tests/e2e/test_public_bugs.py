@@ -148,6 +148,20 @@ def unseeded(wrong):
     return model, optimizer, Batches(updating(optimizer, lambda batch: model(batch).square().mean()), seed=int(wrong))
 
 
+def iterating(wrong):
+    """Numbers that a set gives in another order are read one by one."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    numbers = {name: torch.tensor(float(place)) for place, name in enumerate("abc")}
+
+    def loss(batch):
+        for name in "cab" if wrong else "abc":
+            numbers[name].item()
+        return model(batch).square().mean()
+
+    return model, optimizer, updating(optimizer, loss)
+
+
 def accumulating(wrong):
     """Updates in every second step; the resume, in between, has no gradients."""
     model = nn.Linear(4, 1, bias=False)
@@ -174,13 +188,14 @@ CASES = {
     "clipped before unscaled": (
         clipping,
         "backward",
-        "aten.div_.Tensor on grad of weight in no module",
+        "aten.div_.Tensor on grad of weight in no submodule",
         "ran before aten._foreach_mul_.Tensor on grad of weight",
         "in the reference, and after it in the current run",
     ),
     "broadcast": (broadcasting, "forward", "broadcast [8, 1] and [8] to [8, 8] in the current run only"),
     "dropout in eval": (distilling, "rng", "Only the current run draws in teacher", "!separate generator"),
     "unseeded": (unseeded, "data_content", "comes from something that was not recorded", "!data set"),
+    "a set's order": (iterating, "structure", "They are the reference's in a different order", "PYTHONHASHSEED"),
     "lost gradients": (
         accumulating,
         "checkpoint",

@@ -416,7 +416,7 @@ CASES = [
     case(start_of_backward("forward", "backward"), "backward"),
     case(start_of_backward("other", "forward"), "unknown"),
     case(start_of_backward("forward", "forward"), "forward"),
-    case(between_passes, "backward", "aten.div.Tensor in no module", "starts here"),
+    case(between_passes, "backward", "aten.div.Tensor in no submodule", "starts here"),
     case(after_the_update, "unknown", "starts here"),
     case(without_an_optimizer, "unknown", "so the verdict cannot say where", selection=STATE),
 ]

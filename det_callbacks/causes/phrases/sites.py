@@ -115,14 +115,14 @@ def side_of(divergence: Divergence) -> str:
 
 
 def _module(module: str) -> str:
-    return {"": "no module", "?": "an unknown module"}.get(module, module)
+    return {"": "no submodule", "?": "an unknown module"}.get(module, module)
 
 
 def source_name(finding: Finding) -> str:
     """Return the name of a tensor that entered a step, or where it was read."""
     divergence = finding.divergence
     if divergence.name is None:
-        where = f"in {_module(divergence.module)}" if divergence.module else "outside any module"
+        where = f"in {_module(divergence.module)}" if divergence.module else "in no submodule"
         return f"a tensor read {where}{source_text(divergence.source)}"
     is_generator_of_an_op = finding.role == "generator" and divergence.name.startswith("generator ")
     line = f" at {divergence.source[0]}" if divergence.source and is_generator_of_an_op else ""

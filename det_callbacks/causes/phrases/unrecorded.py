@@ -11,8 +11,7 @@ _LOST_VALUE = (
     "value with on_save_checkpoint and on_load_checkpoint, or in a buffer"
 )
 _FROM_OUTSIDE = (
-    "Check the code outside the step that computes it (labels, a loss scale, noise): seed it if it is random, or mark "
-    "the tensor there with observe_non_deterministic (docs/how-to/replay.md)"
+    "Check the code outside the step that computes it (labels, a loss scale, noise), and seed it if it is random"
 )
 
 
