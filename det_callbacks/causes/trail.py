@@ -156,8 +156,10 @@ def _reads_of_row(facts: Facts, node: Node) -> Iterator[Node]:
         yield from _BEFORE_STEP[node.kind](facts, node)
     elif start == "unseen writer" and difference.reads_detail(row, UNWRITTEN):
         yield Node(kind="unwritten", name="memory that no recorded op wrote", step=node.step, moment=node.moment)
-    elif start in ("written since", "unseen writer", "not recorded", "graph replay"):
+    elif start in ("written since", "unseen writer", "graph replay"):
         yield _outside(facts, "a write that was not recorded", node.moment)
+    elif start == "not recorded" and facts.explaining_choice is None:
+        yield _outside(facts, "what wrote it, which was not recorded", node.moment)
     if start != "outside" and facts.is_of_update(row):
         for option in facts.evidence.options:
             values = (option.reference, option.current)
@@ -180,7 +182,7 @@ def _reads_of_state(facts: Facts, node: Node) -> Iterator[Node]:
         yield _checkpoint(facts)
     elif facts.is_after_gap:
         yield _outside(facts, "steps that were not recorded")
-    elif not facts.num_initial:
+    elif not (facts.num_initial or facts.is_first_seen):
         yield _outside(facts, "a write that was not recorded", "between the steps")
     else:
         for change in facts.evidence.other_starts:

@@ -336,7 +336,7 @@ CASES = [
     case(found_and_left("net.weight"), "external_write", "a raw kernel) changed net.weight during the step"),
     case(found_and_left("net.weight", reads=False), "unknown", "so the verdict cannot say where"),
     case(reading("?number"), "unknown", LOST, is_resumed=True),
-    case(reading("?number"), "unknown", "observe_non_deterministic", f"!{LOST}"),
+    case(reading("?number"), "unknown", "and seed it if it is random", f"!{LOST}"),
     case(with_another_gradient, "backward", "grad of output of net.2 (train.py:6, forward) has different bits"),
     case(
         with_own_generator,
