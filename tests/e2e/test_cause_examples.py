@@ -120,6 +120,13 @@ def recomputed(step: StepBuilder, now: bool) -> None:
     step.op("aten.mul.Tensor", mask, again, phase="backward")
 
 
+def of_an_exchange(step: StepBuilder, now: bool) -> None:
+    gradient = step.op("aten.mul.Tensor", "?x", phase="backward", module="")
+    if not now:
+        source = ("train.py:9 in <module>",)
+        step.op("c10d.allreduce_.default", gradient, phase="backward", module="", source=source)
+
+
 def read_a_weight(step: StepBuilder, now: bool) -> None:
     step.op("aten.mm.default", "net.weight", weights={"net.weight": 1 + now}, module="net")
 
@@ -142,6 +149,7 @@ EXAMPLES: Mapping[str, Callable[[Path], Verdict]] = {
     "choice": changed(options={"environment": [choice("optimizer.AdamW.lr", 0.1, 0.2)]}, lr=0.2),
     "optimizer option": planted("a callback changes the learning rate", level="state"),
     "compiled in one run": built(of_eager_ops, step=0),
+    "collective in one run": built(of_an_exchange),
     "compiled graph": built(of_a_graph, step=12),
     "scripted module": scripted,
     "another order": built(of_swapped_lines),
