@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from enum import IntEnum
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -22,6 +22,7 @@ from det_callbacks.runs.program import Site, StepView
 # of rows that precede the call that reads them, and of rows that may follow the first row of a call
 _INPUT_ROLES = ("input", "generator", "delivered", "graph_output")
 _LATER_ROLES = ("output", "value", "sent", "region_input")
+_PHASES_OF_STRUCTURES = ("data", "forward")
 
 Pairs = list[tuple[int, int]]
 """Positions of rows, or indices of units, in the reference and in the current step; -1 means none."""
@@ -128,7 +129,19 @@ def _group(view: StepView, interned: dict[Hashable, int]) -> _Step:
             keys=(bits, arguments, structure, op),
         )
         units.append(unit)
-    return _Step(view, units)
+    return _Step(view, list(chain.from_iterable(_in_order_of_names(units, sites))))
+
+
+def _in_order_of_names(units: list[_Unit], sites: tuple[Site, ...]) -> Iterator[list[_Unit]]:
+    """Yield the units, those of one batch or output in the order of their names: 1.0.0 kept the order of a dict."""
+
+    def group_key(unit: _Unit) -> tuple[str, str] | None:
+        head = sites[unit.rows.start]
+        is_in_structure = head.phase in _PHASES_OF_STRUCTURES and head.role in ("named", "samples")
+        return (head.phase, head.module) if is_in_structure and not head.op else None
+
+    for key, group in groupby(units, group_key):
+        yield list(group) if key is None else sorted(group, key=lambda unit: unit.names[0] or "")
 
 
 def _bounds(sites: tuple[Site, ...]) -> Iterator[tuple[int, int, int]]:
