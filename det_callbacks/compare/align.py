@@ -141,7 +141,8 @@ def _in_order_of_names(units: list[_Unit], sites: tuple[Site, ...]) -> Iterator[
         return (head.phase, head.module) if is_in_structure and not head.op else None
 
     for key, group in groupby(units, group_key):
-        yield list(group) if key is None else sorted(group, key=lambda unit: unit.names[0] or "")
+        neighbours = [*group]
+        yield neighbours if key is None else sorted(neighbours, key=lambda unit: unit.names[0] or "")
 
 
 def _bounds(sites: tuple[Site, ...]) -> Iterator[tuple[int, int, int]]:

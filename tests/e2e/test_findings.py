@@ -18,7 +18,7 @@ from fits import Classifier, Samples, Scheduled
 from processes import run_training
 from rule_pages import example, is_current, when
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.data import DataLoader, TensorDataset
 from trainers import LIGHTNING_ADVICE, quiet_trainer
 
@@ -82,6 +82,22 @@ class SeedsSteps(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         torch.manual_seed(0)
         return super().training_step(batch, batch_idx)
+
+
+def without_dropout(inputs: Tensor) -> Tensor:
+    """Attention whose op may draw, and does not; of one head of four tokens."""
+    heads = inputs.reshape(len(inputs), 1, 4, -1)
+    return scaled_dot_product_attention(heads, heads, heads).reshape(inputs.shape)
+
+
+class Attends(Plain):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(without_dropout(inputs))
+
+
+class AttendsAndSeeds(SeedsSteps):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(without_dropout(inputs))
 
 
 class Forks(Classifier):
@@ -259,6 +275,7 @@ GUILTY: Mapping[str, list[tuple[Training, tuple[int, ...], list[str]]]] = {
     "reseeded": [
         (training(Classifier, shuffled, SeedsEpochs, max_epochs=3), (4, 8), ["torch.cpu"]),
         (training(SeedsSteps, in_order, level="op", max_epochs=1), (0, 1), ["torch.cpu"]),
+        (training(AttendsAndSeeds, in_order, level="op", max_epochs=1), (0, 1), ["torch.cpu"]),
     ],
     "not_in_optimizer": [(training(WithoutHead), (0, 7), ["last.weight", "last.bias"])],
     "no_gradient": [(training(Unused, max_epochs=6), (0, 23), ["unused.weight", "unused.bias"])],
@@ -298,6 +315,7 @@ INNOCENT: Mapping[str, Training] = {
     "iterable": training(Plain, lambda: DataLoader(Stuck(8), batch_size=None)),
     "workers": training(Plain, lambda: of_workers(shares=True), max_epochs=1),
     "workers of a list": training(Plain, lambda: shuffled(batch_size=2, num_workers=2), max_epochs=1),
+    "attention without dropout": training(Attends, level="op"),
     "generator put back": training(Forks, in_order, level="op"),
     "frozen by choice": training(variant(WithoutHead, is_trained=False)),
     "taken now and then": training(variant(Unused, is_used=True), max_epochs=6),
