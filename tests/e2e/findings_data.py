@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from fits import Samples
-from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, TensorDataset, get_worker_info
 
 
 class WithEpoch(Sampler[int]):
@@ -47,15 +47,33 @@ class Stuck(IterableDataset[Any]):
         return (self.batches[min(at, self.stuck_at)] for at in range(8))
 
 
+class Mine(RandomSampler):
+    """A sampler of one's own, which derives from torch's."""
+
+
+class FromProcess(Sampler[int]):
+    """Shuffles with torch's generator, or always in one order."""
+
+    def __init__(self, *, shuffles: bool) -> None:
+        self.shuffles = shuffles
+
+    def __len__(self) -> int:
+        return 32
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(32, generator=None if self.shuffles else torch.Generator().manual_seed(0))
+        return iter(order.tolist())
+
+
 class OfWorkers(IterableDataset[Any]):
-    def __init__(self, *, shares: bool) -> None:
-        self.shares = shares
+    def __init__(self, *, shares: bool, number: int) -> None:
+        self.shares, self.number = shares, number
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
-        samples = [*Samples(), *((inputs + 1, label) for inputs, label in Samples())]
+        samples = [*Samples(), *((inputs + 1, label) for inputs, label in Samples())][: self.number]
         return iter(samples[worker.id :: worker.num_workers] if self.shares else samples)
 
 
-def of_workers(*, shares: bool) -> DataLoader[Any]:
-    return DataLoader(OfWorkers(shares=shares), batch_size=4, num_workers=2)
+def of_workers(*, shares: bool, number: int = 64) -> DataLoader[Any]:
+    return DataLoader(OfWorkers(shares=shares, number=number), batch_size=4, num_workers=2)

@@ -13,13 +13,13 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from findings_data import Stuck, WithEpoch, of_workers
+from findings_data import FromProcess, Mine, Stuck, WithEpoch, of_workers
 from fits import Classifier, Samples, Scheduled
 from processes import run_training
 from rule_pages import example, is_current, when
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, TensorDataset
 from trainers import LIGHTNING_ADVICE, quiet_trainer
 
 from det_callbacks import DeterminismCallback, ObserverContext, SelectionError, compare_runs, observe
@@ -51,6 +51,16 @@ def findings_in(folder: Path) -> list[Finding]:
 
 def shuffled(**options: Any) -> DataLoader[Any]:
     return DataLoader(Samples(), **{"batch_size": 8, "shuffle": True, **options})
+
+
+def in_batches(sampler: Sampler[int]) -> DataLoader[Any]:
+    return DataLoader(Samples(), batch_sampler=BatchSampler(sampler, batch_size=8, drop_last=False))
+
+
+def twice(**options: Any) -> DataLoader[Any]:
+    """A loader whose sampler draws each batch twice."""
+    order = [at for first in range(0, 32, 4) for at in [*range(first, first + 4)] * 2]
+    return shuffled(shuffle=False, sampler=order, batch_size=4, **options)
 
 
 def in_order(batch_size: int = 8) -> DataLoader[Any]:
@@ -258,6 +268,21 @@ GUILTY: Mapping[str, list[tuple[Training, tuple[int, ...], list[str]]]] = {
         ),
         (training(Plain, lambda: shuffled(batch_size=32), SeedsEpochs, max_epochs=3), (2, 2), ["train_dataloader"]),
         (training(Plain, shuffled, SeedsEpochs, only_steps=[0], max_epochs=3), (8, 11), ["train_dataloader"]),
+        (
+            training(Plain, lambda: shuffled(shuffle=False, sampler=Mine(Samples())), SeedsEpochs, max_epochs=3),
+            (8, 11),
+            ["train_dataloader"],
+        ),
+        (
+            training(Plain, lambda: in_batches(RandomSampler(Samples())), SeedsEpochs, max_epochs=3),
+            (8, 11),
+            ["train_dataloader"],
+        ),
+        (
+            training(Plain, lambda: in_batches(FromProcess(shuffles=True)), SeedsEpochs, max_epochs=3),
+            (8, 11),
+            ["train_dataloader"],
+        ),
     ],
     "repeated_batch": [
         (
@@ -270,8 +295,12 @@ GUILTY: Mapping[str, list[tuple[Training, tuple[int, ...], list[str]]]] = {
             (1, 11),
             ["batch[0]", "batch[1]"],
         ),
+        (training(Plain, lambda: twice(num_workers=2), max_epochs=1), (1, 15), ["batch[0]", "batch[1]"]),
     ],
-    "equal_workers": [(training(Plain, lambda: of_workers(shares=False), max_epochs=1), (0, 29), ["batch[0]"])],
+    "equal_workers": [
+        (training(Plain, lambda: of_workers(shares=False), max_epochs=1), (0, 31), ["batch[0]"]),
+        (training(Plain, lambda: of_workers(shares=False, number=16), max_epochs=3), (0, 23), ["batch[0]"]),
+    ],
     "reseeded": [
         (training(Classifier, shuffled, SeedsEpochs, max_epochs=3), (4, 8), ["torch.cpu"]),
         (training(SeedsSteps, in_order, level="op", max_epochs=1), (0, 1), ["torch.cpu"]),
@@ -301,6 +330,9 @@ INNOCENT: Mapping[str, Training] = {
     "plain": training(Classifier, level="op"),
     "no shuffle": training(Classifier, in_order, level="op"),
     "set_epoch": training(Plain, lambda: shuffled(shuffle=False, sampler=WithEpoch(forgets=False))),
+    "one order, at random": training(Plain, lambda: in_batches(FromProcess(shuffles=False)), SeedsEpochs, max_epochs=3),
+    "shuffled by torch's generator": training(Plain, lambda: in_batches(FromProcess(shuffles=True)), max_epochs=3),
+    "two rounds of workers": training(Plain, lambda: of_workers(shares=False, number=8), max_epochs=4),
     "few samples": training(
         Plain, lambda: DataLoader(TensorDataset(torch.randn(3, 12), torch.arange(3)), 3, shuffle=True)
     ),
@@ -349,6 +381,7 @@ def test_a_training_that_has_it_is_found(word, number, tmp_path):
     train, steps, names = GUILTY[word][number]
     found = {one.finding: one for one in findings_in(train(tmp_path / "run"))}
     assert word in found, found
+    assert {*found} & {"repeated_batch", "equal_workers"} <= {word}  # two explanations of one thing
     assert (found[word].ranks, found[word].steps, [*found[word].names][: len(names)]) == ((0,), steps, names)
     if not number:
         (rule,) = (rule for rule in RULES if word == rule.NAME)
