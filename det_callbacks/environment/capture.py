@@ -34,6 +34,7 @@ from det_callbacks.runs.environment import (
     DIGEST,
     INDUCTOR,
     LOST,
+    PLACE,
     VARIABLE,
     Environment,
     EnvironmentEntry,
@@ -208,7 +209,7 @@ def _is_choice(name: str, value: str) -> bool:
 
 
 def _digest_of_place(found: re.Match[str]) -> str:
-    return f"<place {format_digest(digest_bytes(found[0].encode(errors='surrogateescape')))}>"
+    return f"{PLACE} {format_digest(digest_bytes(found[0].encode(errors='surrogateescape')))}>"
 
 
 def _is_idle(name: str) -> bool:
@@ -235,7 +236,7 @@ def _plain(name: str, value: Any) -> Any:
     if isinstance(value, str | bytes) and _SECRET.search(name):
         return WITHHELD
     if isinstance(value, str | os.PathLike):
-        return _PLACE.sub("<place>", str(os.fspath(value)))
+        return _PLACE.sub(f"{PLACE}>", str(os.fspath(value)))
     if isinstance(value, torch.dtype | torch.device):  # without the index
         return str(value).removeprefix("torch.").partition(":")[0]
     if isinstance(value, Mapping):

@@ -10,6 +10,7 @@ from det_callbacks.verdict import EnvironmentDifference
 NOT_RECORDED = "<not recorded>"
 AS_COMMITTED = "<as committed>"
 DEFAULT = "<default>"
+PLACE = "<place"  # where a value had an absolute path
 
 # Names of entries, or their prefixes.
 DIGEST = "digest."  # how a device computes digests
