@@ -35,12 +35,14 @@ from findings_models import (
     WithoutNorm,
 )
 from fits import Classifier, Samples, Scheduled
-from processes import run_training
+from loops import Loop, samples
+from processes import run_ranks, run_training
 from rule_pages import example, is_current, when
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from trainers import LIGHTNING_ADVICE, quiet_trainer
 
-from det_callbacks import DeterminismCallback, ObserverContext, SelectionError, compare_runs, observe
+from det_callbacks import DeterminismCallback, ObserverContext, SelectionError, TrainingRun, compare_runs, observe
 from det_callbacks.cli import main
 from det_callbacks.findings.table import RULES, find_findings
 from det_callbacks.runs.store import Run
@@ -264,6 +266,33 @@ def test_what_ranks_do_is_found(name, tmp_path):
     if name in EXAMPLES_OF_RANKS:
         (rule,) = (rule for rule in RULES if word == rule.NAME)
         assert message(found[0]) == example(rule)
+
+
+def train_replicas(folder: Path, kind: str, rank: int) -> None:
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    try:
+        loop = Loop()
+        inner = loop.model
+        loop.model = DistributedDataParallel(inner)
+        if kind == "shards":  # the biases begin equal, as shards of zeros do
+            torch.nn.init.constant_(inner.first.bias, 0.0)
+            torch.nn.init.normal_(inner.first.weight, generator=torch.Generator().manual_seed(rank))
+        if kind != "averaged":
+            loop.model = inner
+        loop.loader = DataLoader(samples(), batch_size=2, sampler=[*range(rank, 24, 2)])
+        with TrainingRun(folder / "run", mode="record", model=loop.model, optimizers=loop.optimizers) as run:
+            loop.run(run)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.ddp
+@pytest.mark.parametrize("kind", ["bypassed", "averaged", "shards"])
+def test_replicas_of_any_launcher_that_began_equal_and_drift_apart_are_found(kind, tmp_path):
+    run_ranks(lambda rank: train_replicas(tmp_path, kind, rank), tmp_path / "output", status=0)
+    found = [one for one in findings_in(tmp_path / "run") if one.finding == "unequal_replicas"]
+    assert [(one.ranks, one.steps) for one in found] == ([((0, 1), (0, 5))] if kind == "bypassed" else [])
+    assert all("although they were equal when the fit began" in one.explanation for one in found)
 
 
 def test_every_finding_has_a_training_and_the_page_is_made_of_their_files():
