@@ -70,6 +70,12 @@ def explain_match(tally: Tally, *, num_ranks: int) -> str:
     return f"All {' and '.join(found)}{ranks} agree, bit for bit" if found else ""
 
 
+_CODE = (  # suffixes of files that a program imports, compiles, or is configured by
+    *(".py", ".pyx", ".pxd", ".ipynb", ".so", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".rs", ".sh"),
+    *(".cfg", ".ini", ".json", ".toml", ".yaml", ".yml"),
+)
+
+
 def code_lines(environment: Sequence[EnvironmentDifference]) -> list[str]:
     """Return which commit and which files of the code differ for certain."""
     commit = next((difference for difference in environment if difference.name == COMMIT), None)
@@ -81,7 +87,11 @@ def code_lines(environment: Sequence[EnvironmentDifference]) -> list[str]:
         lines.append(
             f"The commit differs: {commit.reference[:9]} in the reference, {commit.current[:9]} in the current run"
         )
-    if files:
-        names = listed(file.name.removeprefix(CHANGED_FILE) for file in files)
-        lines.append(f"{names} changed since the reference was recorded")
+    names = [file.name.removeprefix(CHANGED_FILE) for file in files]
+    code = [name for name in names if name.lower().endswith(_CODE)]
+    if code:
+        lines.append(f"{listed(code)} changed since the reference was recorded")
+    if len(code) < len(names):
+        others = [name for name in names if name not in code]
+        lines.append(f"{count(len(others), 'other file')} of the repository changed too, which may have no effect")
     return lines
