@@ -20,6 +20,7 @@ from det_callbacks.runs.evidence import (
     CONSTANTS,
     IN_OPTIMIZER,
     INDICES,
+    KIND_OF_SAMPLER,
     LOADER,
     OPTIONS,
     PARAMETERS,
@@ -441,7 +442,7 @@ def _batch_change(reference: Window, current: Window, step: int) -> BatchChange:
 
 def _is_process_shuffle(settings: Mapping[str, str]) -> bool:
     samplers = {name.removeprefix(_SAMPLER): one for name, one in settings.items() if name.startswith(_SAMPLER)}
-    shuffled = [loader for loader, sampler in samplers.items() if sampler == "RandomSampler"]
+    shuffled = [loader for loader, sampler in samplers.items() if sampler.split(KIND_OF_SAMPLER)[-1] == "RandomSampler"]
     return any(settings.get(f"separate generator of {loader}") == str(False) for loader in shuffled)
 
 

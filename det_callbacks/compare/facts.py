@@ -10,7 +10,7 @@ import numpy as np
 
 from det_callbacks.compare.differences import Finding, StepDifference, recomputed_otherwise
 from det_callbacks.compare.evidence import Evidence, GeneratorChange
-from det_callbacks.runs.environment import CONFIGURATION
+from det_callbacks.runs.environment import CONFIGURATION, INDUCTOR, VARIABLE
 from det_callbacks.runs.evidence import AFTER_BACKWARD, AFTER_FORWARD, BATCH_END, BATCH_START, DRAWING, LOADER
 from det_callbacks.runs.program import Program, StepView, TensorLayout, is_further
 from det_callbacks.verdict import EnvironmentDifference
@@ -433,7 +433,9 @@ class Facts:
         if choice == "settings.seed" and None in (chosen.reference, chosen.current):
             # the process may have set the same seed
             return bool(self.evidence.other_starts)
-        return not divergence.is_origin if choice.startswith("settings.") else is_between
+        if choice.startswith("settings."):
+            return not divergence.is_origin
+        return is_between and not choice.startswith((VARIABLE, INDUCTOR))
 
     @property
     def _starts_with_further_state(self) -> bool:

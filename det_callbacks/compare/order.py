@@ -17,7 +17,7 @@ Subject = Hashable
 Owners = frozenset[str]
 NOBODY: Owners = frozenset()
 
-_GROUPS = ("state", "data", "gradient")
+_GROUPS = ("state", "data", "gradient", "forward")
 """Phases whose named rows list tensors, in the order in which a program happens to hold them."""
 
 
@@ -44,11 +44,17 @@ class Chunk(NamedTuple):
     units: range
 
 
+class Kind(NamedTuple):
+    phase: str
+    module: str = ""
+    has_ops: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
     """Neighbouring units whose order says nothing: a group of named rows, or the updates of parameters."""
 
-    kind: tuple[str, bool]  # the phase, and whether it has ops
+    kind: Kind
     chunks: tuple[Chunk, ...]
 
 
@@ -63,7 +69,7 @@ def in_reference_order(reference: Sequence[Unit], current: Sequence[Unit]) -> tu
     for reference_block, current_block in _pairs(reference_blocks, current_blocks):
         chunks = _sorted_like(reference_block.chunks, current_block.chunks)
         if chunks != current_block.chunks:
-            moved.append(current_block.kind[0])
+            moved.append(current_block.kind.phase)
             start = current_block.chunks[0].units.start
             indices = [index for chunk in chunks for index in chunk.units]
             order[start : start + len(indices)] = indices
@@ -149,13 +155,14 @@ def _blocks(units: Sequence[Unit]) -> list[Block]:
     return blocks
 
 
-def _kind_of(unit: Unit) -> tuple[str, bool] | None:
-    """Return the phase, and whether it is an op, of a unit whose place among its neighbours says nothing; else None."""
+def _kind_of(unit: Unit) -> Kind | None:
+    """Return the kind of a unit whose place among its neighbours says nothing; else None."""
     head = unit.sites[0]
     if head.op:
         is_for_one = all(len(owners) < 2 for owners in unit.owners)
-        return (head.phase, True) if head.phase in _UPDATES and is_for_one else None
-    return (head.phase, False) if head.phase in _GROUPS and head.role in ("named", "samples") else None
+        return Kind(head.phase, has_ops=True) if head.phase in _UPDATES and is_for_one else None
+    module = head.module if head.phase == "forward" else ""  # outputs of a module are a group
+    return Kind(head.phase, module) if head.phase in _GROUPS and head.role in ("named", "samples") else None
 
 
 def _chunks(units: Sequence[Unit], first: int) -> tuple[Chunk, ...]:

@@ -23,6 +23,7 @@ import torch
 
 from det_callbacks.digest.device.triton_digest import device_choice
 from det_callbacks.digest.host import digest_bytes, format_digest
+from det_callbacks.internals.dynamo import INDUCTOR_CONFIG, changed_inductor_options
 from det_callbacks.internals.torch import TORCH
 from det_callbacks.internals.versions import installed_version
 from det_callbacks.runs.environment import (
@@ -31,7 +32,10 @@ from det_callbacks.runs.environment import (
     COMMIT,
     CONFIGURATION,
     DIGEST,
+    INDUCTOR,
     LOST,
+    PLACE,
+    VARIABLE,
     Environment,
     EnvironmentEntry,
 )
@@ -42,23 +46,41 @@ from det_callbacks.settings.enforce import enforced_names
 
 WITHHELD = "<withheld>"
 
-_KERNEL_VARIABLES = (
+_KERNEL_VARIABLES = (  # which kernels a machine has
     *("ATEN_CPU_CAPABILITY", "DNNL_DEFAULT_FPMATH_MODE", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE"),
     *("ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "MKL_DYNAMIC", "MKL_ENABLE_INSTRUCTIONS", "NVIDIA_TF32_OVERRIDE"),
     *("NCCL_ALGO", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS", "NCCL_NVLS_ENABLE", "NCCL_PROTO"),
     *("CUBLASLT_WORKSPACE_SIZE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT"),
 )
 _THREAD_VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
+_RECORDED_OTHERWISE = {*_KERNEL_VARIABLES, *_THREAD_VARIABLES, *(one.variable for one in SETTINGS.values())}
 _IDLE_FACTS = (  # change no bits by themselves
-    *("gpu.count", f"{DIGEST}cuda", *(f"env.{name}" for name in _THREAD_VARIABLES)),
+    *("gpu.count", f"{DIGEST}cuda", *(f"{VARIABLE}{name}" for name in _THREAD_VARIABLES)),
     "cpu.count",  # acts through the number of threads
     LOST,
     "torch.num_interop_threads",  # runs complete ops in parallel
     "det_callbacks.version",  # a trace changes no bits (tested)
 )
-_DETERMINISM_VARIABLES = (
+# Other variables are choices: those named here, and all with these prefixes.
+_CHOSEN_VARIABLES = (
     *("FLASH_ATTENTION_DETERMINISTIC", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "PYTHONHASHSEED"),
     "MALLOC_PERTURB_",  # content of fresh memory
+)
+_VARIABLE_PREFIXES = (
+    *("ATEN_", "CAUSAL_CONV1D_", "CUBLAS", "CUDNN_", "DNNL_", "FLASH_", "MAMBA_", "MKL_", "NCCL_", "NVTE_", "OMP_"),
+    *("ONEDNN_", "PYTORCH_", "TORCHINDUCTOR_", "TORCH_", "TRITON_"),
+)
+# words in names of variables, and of options of inductor, that change no bits: logs, caches, memory, waiting
+_IDLE_WORDS = re.compile(
+    r"^(?!.*AUTOTUNE).*(?:^|[_.])(?:LOG\w*|DEBUG|VERBOSE|TRACE|DUMP\w*|PRINT\w*|DISPLAY|PROFIL\w*|CACH\w+|ALLOC_CONF"
+    r"|COMPILE_THREADS|WORKER\w*|WATCHDOG\w*|HEARTBEAT|ERROR_HANDLING|TIMEOUT\w*)(?:[_.]|$)"
+)
+# left out: folders of this machine, and what may be a secret
+_PRIVATE_VARIABLE = re.compile(
+    r"_(?:DIR|HOME)$|CACHE_PATH$|(?:^|_)(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|AUTH)(?:_|$)"
+)
+_SECRET_VALUE = re.compile(
+    r"(?<!\w)(?:hf_|gh[opsru]_|github_pat_|glpat-|sk-|xox[abprs]-|AKIA|eyJ)\w|(?=\w*\d)(?=\w*[A-Za-z])[\w+/=-]{32,}"
 )
 
 # whole words: "num_tokens" and "pad_token" are hyperparameters
@@ -139,7 +161,8 @@ def _machine_facts(lightning: str) -> Iterator[tuple[str, Any]]:
     for name in SDPA_BACKENDS:
         yield f"torch.backends.cuda.{name}_sdp", getattr(backends.cuda, f"{name}_sdp_enabled")()
     for name in _KERNEL_VARIABLES + _THREAD_VARIABLES:
-        yield f"env.{name}", os.environ.get(name)
+        if name in os.environ:
+            yield f"{VARIABLE}{name}", os.environ[name]
     # reading properties of GPUs takes a CUDA context
     initialized = bool(torch.cuda.is_initialized())
     count = torch.cuda.device_count() if initialized else 0
@@ -156,7 +179,7 @@ def _machine_facts(lightning: str) -> Iterator[tuple[str, Any]]:
 
 
 def _own_choices() -> Iterator[tuple[str, Any]]:
-    recorded = _KERNEL_VARIABLES + _DETERMINISM_VARIABLES
+    recorded = _KERNEL_VARIABLES + _CHOSEN_VARIABLES
     for name, value in settings_in_force().items():
         if name == "inductor_deterministic" and value == torch.are_deterministic_algorithms_enabled():
             value = None  # use_deterministic_algorithms sets it
@@ -167,11 +190,31 @@ def _own_choices() -> Iterator[tuple[str, Any]]:
     yield "torch.anomaly_mode", torch.is_anomaly_enabled()
     for name in ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul"):
         yield f"torch.backends.{name}.fp32_precision", attrgetter(f"{name}.fp32_precision")(torch.backends)
-    for name in _DETERMINISM_VARIABLES:
-        yield f"env.{name}", (start_environment() if name == "PYTHONHASHSEED" else os.environ).get(name)
+    for name, value in {**os.environ, "PYTHONHASHSEED": start_environment().get("PYTHONHASHSEED")}.items():
+        if value is not None and _is_choice(name, value):
+            yield f"{VARIABLE}{name}", _PLACE.sub(_digest_of_place, value)
+    settings = {one.attribute for one in SETTINGS.values()}
+    for name, value in changed_inductor_options().items():
+        if f"{INDUCTOR_CONFIG}.{name}" not in settings:
+            yield f"{INDUCTOR}{name}", _plain(name, value)
+
+
+def _is_choice(name: str, value: str) -> bool:
+    """Return whether a variable is a choice that is not recorded as a setting or a machine fact, and is no secret."""
+    if name in _CHOSEN_VARIABLES:
+        return True
+    if name in _RECORDED_OTHERWISE or not name.startswith(_VARIABLE_PREFIXES):
+        return False
+    return _PRIVATE_VARIABLE.search(name) is None and _SECRET_VALUE.search(value) is None
+
+
+def _digest_of_place(found: re.Match[str]) -> str:
+    return f"{PLACE} {format_digest(digest_bytes(found[0].encode(errors='surrogateescape')))}>"
 
 
 def _is_idle(name: str) -> bool:
+    if name.startswith((VARIABLE, INDUCTOR)):
+        return _IDLE_WORDS.search(name.partition(".")[2].upper()) is not None
     setting = SETTINGS.get(name.removeprefix("settings."))
     is_of_cuda = name.startswith("torch.backends.cud") if setting is None else setting.is_cuda_only
     return is_of_cuda and not torch.cuda.is_available()
@@ -193,7 +236,7 @@ def _plain(name: str, value: Any) -> Any:
     if isinstance(value, str | bytes) and _SECRET.search(name):
         return WITHHELD
     if isinstance(value, str | os.PathLike):
-        return _PLACE.sub("<place>", str(os.fspath(value)))
+        return _PLACE.sub(f"{PLACE}>", str(os.fspath(value)))
     if isinstance(value, torch.dtype | torch.device):  # without the index
         return str(value).removeprefix("torch.").partition(":")[0]
     if isinstance(value, Mapping):

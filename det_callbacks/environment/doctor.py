@@ -11,7 +11,7 @@ from det_callbacks.digest.device.triton_digest import device_choice
 from det_callbacks.environment.capture import capture_environment
 from det_callbacks.environment.installation import Installation
 from det_callbacks.errors import ReferenceFormatError
-from det_callbacks.runs.environment import compare_environments
+from det_callbacks.runs.environment import INDUCTOR, NOT_RECORDED, PLACE, VARIABLE, compare_environments
 from det_callbacks.runs.store import Run
 from det_callbacks.settings import SETTINGS, DeterminismSettings, settings_in_force
 from det_callbacks.verdict import EnvironmentDifference
@@ -84,7 +84,8 @@ def diagnose(installation: Installation, *, against: Run | None = None) -> Diagn
         facts["digest"] = f"{device}: {device_choice(device)}"
     # the settings of a Trainer or configuration are unknown here
     found = () if against is None else compare_environments(against.manifest.environment, here)
-    kept = [one for one in found if one.name in here and not one.name.startswith(("settings.", "code."))]
+    kept = [one for one in found if one.name in here or one.name.startswith((VARIABLE, INDUCTOR))]
+    kept = [one for one in kept if not one.name.startswith(("settings.", "code."))]
     kept.sort(key=lambda one: (not one.changes_bits, one.name))
     return Diagnosis(
         installation=installation,
@@ -131,7 +132,8 @@ def _settings_of(run: Run) -> DeterminismSettings:
 def _line_for_entry(name: str, value: Any) -> str:
     start, _, rest = name.partition(".")
     if start == "env":
-        return f"unset {rest}" if value is None else f"export {rest}={value}"
+        is_known = value != NOT_RECORDED and PLACE not in str(value)
+        return f"unset {rest}" if value is None else f"export {rest}={value}" if is_known else ""
     if name == "torch.num_threads":
         return SETTINGS[rest].how(value)
     if rest == "version" and start in ("torch", "numpy", "lightning", "pytorch_lightning", "triton", "det_callbacks"):

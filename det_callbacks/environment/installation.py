@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from det_callbacks.internals.versions import OPTIONAL, TESTED, installed_version, newer_than_tested
+from det_callbacks.internals.versions import OPTIONAL, TESTED, installed_version, malicious, newer_than_tested
 
 _PACKAGES = ("det_callbacks", *TESTED, "pytorch_lightning", *OPTIONAL, "hydra-core", "numpy", "pyarrow", "triton")
 # the folders of a path, but not its file: they name users and machines
@@ -22,7 +22,7 @@ class Installation:
     Attributes:
         versions: of Python and of the packages that matter here; None for one that is not installed.
         untested: a sentence for each package newer than any tested version.
-        broken: a sentence for each import that fails.
+        broken: a sentence for each package with malware, else for each import that fails.
         missing: missing private names, each with what is lost without it.
     """
 
@@ -34,7 +34,7 @@ class Installation:
 
 def look_at_installation() -> Installation:
     """Import everything public, and look up each private name; takes a few seconds."""
-    broken = _broken()
+    broken = tuple(malicious()) or _broken()  # the malware runs when it is imported
     return Installation(
         versions={"python": platform.python_version()} | {name: installed_version(name) for name in _PACKAGES},
         untested=tuple(newer_than_tested()),

@@ -8,7 +8,7 @@ Example:
 
 from itertools import pairwise
 
-from det_callbacks.findings.equal_workers import in_groups
+from det_callbacks.findings.equal_workers import equal_rounds
 from det_callbacks.findings.facts import MIN_STEPS, FitFacts
 from det_callbacks.findings.rule import Found, Level, found_in, from_to, of_one_process
 from det_callbacks.runs.environment import FOLLOWED
@@ -27,7 +27,9 @@ def find(fit: FitFacts) -> Found | None:
     names = _names(fit)
     has_more_data = _has_more_data(fit)
     # a batch of one sample, or of equal samples, may repeat by chance
-    if not names or (fit.num_batches == 1 and not has_more_data) or in_groups(fit) is not None:
+    if not names or (fit.num_batches == 1 and not has_more_data):
+        return None
+    if equal_rounds(fit)[0]:  # batches repeat within a round: one worker repeats another's
         return None
     # in a followed script, each iter(loader) begins an epoch
     spans_epochs = has_more_data and fit.choice(FOLLOWED) is not None

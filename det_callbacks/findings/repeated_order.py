@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from det_callbacks.findings.facts import Drawn, FitFacts
 from det_callbacks.findings.rule import Found, Level, found_in, of_one_process, span
+from det_callbacks.runs.evidence import KIND_OF_SAMPLER, LOADER
 from det_callbacks.text import capitalised
 
 NAME = "repeated_order"
@@ -24,17 +25,32 @@ _SHUFFLING = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler", "
 def find(fit: FitFacts) -> Found | None:
     for loader in fit.loaders:
         sampler = fit.settings.get(f"sampler of {loader}", "")
-        if sampler in _SHUFFLING:
+        iterations = fit.iterations(loader)
+        if sampler.split(KIND_OF_SAMPLER)[-1] in _SHUFFLING:
             why = f"{loader} shuffles ({sampler})"
         elif fit.settings.get(f"set_epoch of {loader}") == "True":
             why = f"{loader} has a set_epoch"
+        elif generator := _deciding_generator(fit, iterations):
+            why = f"the order of {loader} follows the state of {generator}"
         else:
             continue
-        for before, after in pairwise(fit.iterations(loader)):
+        for before, after in pairwise(iterations):
             length = min(len(before), len(after))
             is_equal = [one.digest for one in before[:length]] == [one.digest for one in after[:length]]
             if is_equal and _is_shuffled(after[:length]):
                 return _repeats(fit, loader, [one.step for one in after[:length]], why)
+    return None
+
+
+def _deciding_generator(fit: FitFacts, iterations: Sequence[Sequence[Drawn]]) -> str | None:
+    """Return the generator whose state at the start of each iteration decides the order, in two orders or more."""
+    length = min(map(len, iterations), default=0)
+    orders = [tuple(one.digest for one in drawn[:length]) for drawn in iterations]
+    for name, states in fit.generator_states(LOADER).items():
+        starts = [states.get(drawn[0].step) for drawn in iterations]
+        pairs = {*zip(starts, orders, strict=True)}
+        if None not in starts and 1 < len(pairs) == len({*starts}) == len({*orders}):
+            return name
     return None
 
 

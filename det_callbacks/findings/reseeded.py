@@ -7,10 +7,14 @@ Example:
     validation code.
 """
 
-from det_callbacks.findings.facts import FitFacts, Series
+from collections.abc import Mapping
+
+import numpy as np
+
+from det_callbacks.findings.facts import FitFacts
 from det_callbacks.findings.rule import Found, Level, found_in, of_one_process
 from det_callbacks.runs.evidence import BATCH_START
-from det_callbacks.runs.program import Site
+from det_callbacks.runs.program import AFTER_STEP, IDLE
 
 NAME = "reseeded"
 LEVEL: Level = "state"
@@ -29,26 +33,42 @@ def find(fit: FitFacts) -> Found | None:
                 return _returned(fit, name, since[state], step)
             since[state] = step
             before = state
-    # seeding inside a step shows in the states that its ops read
-    first, last = (fit.series(_draws, takes_first=takes_first) for takes_first in (True, False))
-    for name, series in first.items():
+    # seeding inside a step shows in the states that its ops draw from
+    for name, drawn in _drawn_states(fit).items():
         has_moved = len(set(states.get(name, {}).values())) > 1
-        equal = _most_frequent(series)
-        if has_moved and len(equal) >= MIN_EQUAL and _most_frequent(last[name]) == equal:
-            return _returned(fit, name, *equal[:2])
+        first, last = (_most_frequent({step: ends[at] for step, ends in drawn.items()}) for at in (0, 1))
+        if has_moved and len(first) >= MIN_EQUAL and first == last:
+            return _returned(fit, name, *first[:2])
     return None
 
 
-def _draws(site: Site) -> str | None:
-    """Return the generator whose state an op reads before it draws; a step first reads that state without an op."""
-    is_read = site.role == "generator" and site.occurrence > 0
-    return site.name if is_read and site.name is not None and site.name.startswith("torch.") else None
+def _drawn_states(fit: FitFacts) -> dict[str, dict[int, tuple[int, int]]]:
+    """Return the states from which the first and the last draw of each step began: generator -> step -> both.
+
+    An op that may draw reads the state; it drew if the next reading of the step differs. Attention without
+    dropout reads it and draws nothing.
+    """
+    found: dict[str, dict[int, tuple[int, int]]] = {}
+    for program, records in fit.programs:
+        readings: dict[str, list[int]] = {}
+        for position, site in enumerate(program.sites):
+            if site.role == "generator" and site.name is not None and site.name.startswith("torch."):
+                readings.setdefault(site.name.removesuffix(AFTER_STEP), []).append(position)
+        for name, positions in readings.items():
+            # the step itself reads the state first, and last
+            of_ops = np.array([program.sites[at].occurrence > 0 for at in positions[:-1]], dtype=bool)
+            for record in records:
+                states = record.digests[positions]
+                draws = states[:-1][of_ops & (states[1:] != states[:-1]) & (states[1:] != IDLE)]
+                if len(draws):
+                    found.setdefault(name, {})[record.step] = int(draws[0]), int(draws[-1])
+    return found
 
 
-def _most_frequent(series: Series) -> list[int]:
-    """Return the steps that have the most frequent state."""
+def _most_frequent(states: Mapping[int, int]) -> list[int]:
+    """Return the steps that have the most frequent state, ascending."""
     by_state: dict[int, list[int]] = {}
-    for step, state in zip(series.steps.tolist(), series.digests.tolist(), strict=True):
+    for step, state in sorted(states.items()):
         by_state.setdefault(state, []).append(step)
     return max(by_state.values(), key=len)
 

@@ -100,6 +100,18 @@ GRAPH_SOURCE = "_dynamo_source"  # attribute of a graph's input: where Dynamo fo
 GRAPH_MEMBER = re.compile(r"[LG]\['\w+'\](?:\.__self__)?(?:\._(?:modules|parameters|buffers)\['[^']+'\])+")
 """Dynamo's text for a parameter or buffer: "L['self']._modules['net']._parameters['weight']"."""
 INDUCTOR_CONFIG = "torch._inductor.config"
+_inductor_options = TORCH.later(f"{INDUCTOR_CONFIG}._config", "inductor's options by name, with their defaults")
+
+
+def changed_inductor_options() -> dict[str, Any]:
+    """Return the options of inductor that the program changed; none if inductor was not imported."""
+    module = sys.modules.get(INDUCTOR_CONFIG)
+    if module is None:
+        return {}
+    options = _inductor_options()
+    return {name: value for name, value in module.get_config_copy().items() if value != options[name].default}
+
+
 is_compiled_in_place = TORCH.of_instance(
     "torch.nn.Module._compiled_call_impl", "the call that Module.compile installed", for_=COMPARING
 )

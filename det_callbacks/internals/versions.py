@@ -11,6 +11,19 @@ TESTED: Mapping[str, tuple[str, str]] = {"torch": ("2.11", "2.15"), "lightning":
 OPTIONAL: Mapping[str, tuple[str, str]] = {"transformers": ("4.57", "5.24")}
 """The same for a framework that det_callbacks does not install."""
 
+MALICIOUS = ("2.6.2", "2.6.3")
+"""Versions of Lightning that an attacker published (GHSA-w37p-236h-pfx3)."""
+
+
+def malicious() -> list[str]:
+    """Return a sentence for each installed package whose version contains malware."""
+    return [
+        f"{package} {found}: it contains malware (GHSA-w37p-236h-pfx3), so uninstall it, and replace all secrets that "
+        "it could read"
+        for package in ("lightning", "pytorch_lightning")
+        if (found := installed_version(package)) in MALICIOUS
+    ]
+
 
 def newer_than_tested(framework: str = "lightning") -> list[str]:
     """Return a sentence for each installed package whose minor version is newer than any tested one.

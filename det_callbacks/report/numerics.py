@@ -22,7 +22,7 @@ def numerics_report(numerics: Numerics, *, lists_all: bool) -> list[Section]:
     if numerics.jumps:
         items = [_jump(site) for site in numerics.jumps]
         shown = items if lists_all else at_most(PRINTED_JUMPS, items)
-        report.append(Section(title="Jumps, the largest first", items=shown))
+        report.append(Section(title="Jumps, by how much the error grows, the largest first", items=shown))
     listed = [site for site in numerics.sites if lists_all or site.kind != "equal"]
     if listed:
         rows = [(*_row(site), "yes" if site.within else "NO") for site in listed]
@@ -148,7 +148,8 @@ def ulps_text(ulp: int | None) -> str:
 def _jump(site: SiteNumerics) -> str:
     if site.kind in _ONLY_IN:
         return f"{_where(site)}, which only {_ONLY_IN[site.kind]} has"
-    return f"{ulps_text(site.ulp)} at {_where(site)}; {_reads(site)}"
+    grows = "" if site.growth is None else f", {site.growth:.3g} times what its inputs explain,"
+    return f"{ulps_text(site.ulp)}{grows} at {_where(site)}; {_reads(site)}"
 
 
 def _reads(site: SiteNumerics) -> str:

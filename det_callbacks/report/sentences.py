@@ -14,6 +14,7 @@ from det_callbacks.verdict import EnvironmentDifference
 _IN_ORDER = {
     "data": "the entries of the batch",
     "state": "parameters, buffers or optimizer state",
+    "forward": "outputs of modules",
     "gradient": "the optimizer's parameters",
     "optimizer": "the optimizer's parameters",
 }
@@ -86,6 +87,12 @@ def order_lines(phases: Collection[str]) -> list[str]:
     return [f"In a different order from the reference, and compared by name: {listed(dict.fromkeys(names))}"]
 
 
+_CODE = (  # suffixes of files that a program imports, compiles, or is configured by
+    *(".py", ".pyx", ".pxd", ".ipynb", ".so", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".rs", ".sh"),
+    *(".cfg", ".ini", ".json", ".toml", ".yaml", ".yml"),
+)
+
+
 def code_lines(environment: Sequence[EnvironmentDifference]) -> list[str]:
     """Return which commit and which files of the code differ for certain."""
     commit = next((difference for difference in environment if difference.name == COMMIT), None)
@@ -97,7 +104,11 @@ def code_lines(environment: Sequence[EnvironmentDifference]) -> list[str]:
         lines.append(
             f"The commit differs: {commit.reference[:9]} in the reference, {commit.current[:9]} in the current run"
         )
-    if files:
-        names = listed(file.name.removeprefix(CHANGED_FILE) for file in files)
-        lines.append(f"{names} changed since the reference was recorded")
+    names = [file.name.removeprefix(CHANGED_FILE) for file in files]
+    code = [name for name in names if name.lower().endswith(_CODE)]
+    if code:
+        lines.append(f"{listed(code)} changed since the reference was recorded")
+    if len(code) < len(names):
+        others = [name for name in names if name not in code]
+        lines.append(f"{count(len(others), 'other file')} of the repository changed too, which may have no effect")
     return lines

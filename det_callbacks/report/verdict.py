@@ -228,10 +228,8 @@ def _origins_by_kind(origins: Sequence[Divergence]) -> Table:
     rows = [_origin_row(alike[0]) for alike in groups.values()]
     if not any(numbers):
         return Table(columns=_ORIGIN_COLUMNS, rows=rows, limit=PRINTED_ORIGINS)
-    counted = [
-        (*row, f"and {number:,} more like it" if number else "") for row, number in zip(rows, numbers, strict=True)
-    ]
-    return Table(columns=(*_ORIGIN_COLUMNS, ""), rows=counted, limit=PRINTED_ORIGINS)
+    counted = [(*row, number or "") for row, number in zip(rows, numbers, strict=True)]
+    return Table(columns=(*_ORIGIN_COLUMNS, "more"), rows=counted, limit=PRINTED_ORIGINS)
 
 
 def _origin_row(origin: Divergence) -> tuple[object, ...]:

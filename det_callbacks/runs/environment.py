@@ -9,9 +9,13 @@ from det_callbacks.verdict import EnvironmentDifference
 
 NOT_RECORDED = "<not recorded>"
 AS_COMMITTED = "<as committed>"
+DEFAULT = "<default>"
+PLACE = "<place"  # where a value had an absolute path
 
 # Names of entries, or their prefixes.
 DIGEST = "digest."  # how a device computes digests
+VARIABLE = "env."  # an environment variable that is set
+INDUCTOR = "inductor."  # an option of inductor that the program changed
 CONFIGURATION = "config."  # a key of an application's configuration
 COMMIT = "code.git_commit"
 CHANGED_FILE = "code.file."  # digest of a source file that differs from the commit
@@ -46,9 +50,12 @@ def compare_environments(reference: Environment, current: Environment) -> tuple[
     for name in sorted({*both[0], *both[1]}):
         sides = [entries.get(name) for entries in both]
         known = [side for side in sides if side is not None]
-        absent = AS_COMMITTED if name.startswith(CHANGED_FILE) else NOT_RECORDED
-        values = [absent if side is None else side.value for side in sides]
-        if len(known) == 2 and json.dumps(values[0], sort_keys=True) == json.dumps(values[1], sort_keys=True):
+        values = [
+            _absent(name, entries) if side is None else side.value for side, entries in zip(sides, both, strict=True)
+        ]
+        if (len(known) == 2 or name.startswith(VARIABLE)) and json.dumps(values[0], sort_keys=True) == json.dumps(
+            values[1], sort_keys=True
+        ):
             continue
         if name.startswith(GENERATOR) and len(known) < 2:  # a resumed fit continues from any state
             continue
@@ -64,6 +71,17 @@ def compare_environments(reference: Environment, current: Environment) -> tuple[
             )
         )
     return tuple(differences)
+
+
+def _absent(name: str, entries: Environment) -> object:
+    """Return what a run without an entry says of it."""
+    if name.startswith(CHANGED_FILE):
+        return AS_COMMITTED
+    # 1.0.0 recorded a few variables, and those that were not set as None
+    is_of_first_version = any(key.startswith(VARIABLE) and entry.value is None for key, entry in entries.items())
+    if not is_of_first_version and name.startswith(VARIABLE):
+        return None
+    return DEFAULT if not is_of_first_version and name.startswith(INDUCTOR) else NOT_RECORDED
 
 
 def _without_lone_configuration(entries: Environment, other: Environment) -> Environment:

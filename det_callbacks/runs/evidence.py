@@ -33,6 +33,7 @@ WITH_LARGE_GRADIENT = "with a gradient beyond rounding"  # of optimizers, in one
 
 # The content of a batch, at BATCH: names of rows, or their prefixes.
 INDICES = "indices of "  # the draws of a loader's sampler, as JSON
+KIND_OF_SAMPLER = ", a "  # in the class of a sampler, before the class of torch that it derives from
 SAMPLE = "sample "  # the digest of a sample
 
 # Points of a step and before it.

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from det_callbacks.digest.host import digest_bytes
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.environment.rng import Held
 from det_callbacks.environment.variables import NUM_WORKERS
 from det_callbacks.errors import SettingsError
-from det_callbacks.runs.evidence import BATCH, CALLBACKS, CONSTANTS, INDICES, LOADER, OPTIONS, SCRIPTED
+from det_callbacks.runs.evidence import BATCH, CALLBACKS, CONSTANTS, INDICES, KIND_OF_SAMPLER, LOADER, OPTIONS, SCRIPTED
 from det_callbacks.trace.op.components import has_parts, holds_data
 from det_callbacks.trace.state.generators import GeneratorReader, Ledger
 from det_callbacks.trace.state.leaves import flatten
@@ -171,10 +171,20 @@ def _settings_of(loader: Any) -> Iterator[tuple[str, str]]:
     for name in ("num_workers", "drop_last", "persistent_workers", "in_order"):
         yield name, str(getattr(loader, name, None))
     samplers = loader.sampler, loader.batch_sampler
-    yield "sampler", type(loader.sampler).__qualname__
+    # a loader that gets its batch sampler has a sequential sampler that draws nothing
+    yield "sampler", _kind_of(getattr(loader.batch_sampler, "sampler", loader.sampler))
     yield "set_epoch", str(any(hasattr(sampler, "set_epoch") for sampler in samplers))
     yield "collate_fn", getattr(loader.collate_fn, "__qualname__", type(loader.collate_fn).__qualname__)
     yield "separate generator", str(isinstance(loader.generator, torch.Generator))
+
+
+def _kind_of(sampler: Any) -> str:
+    """Return the class of a sampler, and the class of torch that it derives from: "Mine, a RandomSampler"."""
+    own, *bases = type(sampler).__mro__
+    of_torch = (base for base in bases if base.__module__.startswith("torch.utils.data") and base is not Sampler)
+    is_fixed = own.__module__.startswith("torch.") or not getattr(sampler, "shuffle", True)
+    base = None if is_fixed else next(of_torch, None)
+    return own.__qualname__ if base is None else f"{own.__qualname__}{KIND_OF_SAMPLER}{base.__qualname__}"
 
 
 def _whole_numbers(index: Any) -> list[int] | None:

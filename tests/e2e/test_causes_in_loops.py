@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from loops import Loop, train
-from torch import Tensor
+from loops import Loop, Net, train
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
@@ -54,6 +54,25 @@ def test_a_draw_whose_state_is_restored_is_an_extra_draw(tmp_path):
     assert (verdict.cause, verdict.first_divergence.op) == ("rng", "aten.rand.default")
     assert "Remove the draw, or record the reference again" in verdict.explanation
     assert "Seed this generator" not in verdict.explanation
+
+
+def test_a_weight_of_one_element_is_not_said_to_have_equal_elements(tmp_path):
+    class Scaled(Net):
+        def __init__(self, scale: float) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.full((1,), scale))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return super().forward(inputs) * self.scale
+
+    def loop(scale: float) -> Loop:
+        torch.manual_seed(0)
+        return Loop(Scaled(scale))
+
+    verdict = verify(lambda: loop(2.0), tmp_path, lambda: loop(1.0))
+    assert verdict.cause == "initial_weights"
+    assert "All elements of" not in verdict.explanation
+    assert "check how scale is initialised or loaded" in verdict.explanation
 
 
 class Alternating(Loop):

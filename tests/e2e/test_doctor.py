@@ -18,6 +18,7 @@ from det_callbacks.environment import doctor, installation
 from det_callbacks.environment.capture import capture_environment
 from det_callbacks.environment.doctor import diagnose
 from det_callbacks.environment.installation import look_at_installation
+from det_callbacks.internals import versions
 from det_callbacks.runs.writer import RunWriter
 from det_callbacks.settings import DeterminismSettings, enforce_determinism, settings_in_force
 
@@ -104,6 +105,34 @@ def test_another_thread_count_and_version_than_in_the_reference(tmp_path, capsys
         path = recorded(tmp_path / "without", lambda manifest: manifest.pop("settings"))
         assert main(["doctor", "--against", path]) == 2
         assert "does not say which settings were in force" in capsys.readouterr().err
+
+
+def test_a_variable_of_the_reference_is_exported_or_unset_if_its_value_is_known(tmp_path, capsys, monkeypatch):
+    def change(manifest):
+        values = {"env.TORCH_A": "1", "env.TORCH_PATH": "<place 0123>", "inductor.x": True}
+        manifest["environment"] |= {
+            name: {"value": value, "is_machine": False, "changes_bits": True} for name, value in values.items()
+        }
+
+    with enforce_determinism(DeterminismSettings()):
+        path = recorded(tmp_path / "run", change)
+        monkeypatch.setenv("NCCL_B", "2")
+        main(["doctor", "--against", path, "--json"])
+    found = {one["name"]: one["to_do"] for one in json.loads(capsys.readouterr().out)["differences"]}
+    assert found == {
+        "env.NCCL_B": "unset NCCL_B",
+        "env.TORCH_A": "export TORCH_A=1",
+        "env.TORCH_PATH": "",
+        "inductor.x": "",
+    }
+
+
+@pytest.mark.parametrize(("version", "is_bad"), [("2.6.2", True), ("2.6.3", True), ("2.6.1", False), ("2.6.6", False)])
+def test_a_version_of_lightning_with_malware_is_not_imported(version, is_bad, capsys, monkeypatch):
+    monkeypatch.setattr(versions, "version", lambda package: version if "lightning" in package else "2.15.0")
+    monkeypatch.setattr(installation, "_broken", lambda: pytest.fail("imports") if is_bad else ())
+    assert (main(["doctor"]) == 2) is is_bad
+    assert (f"pytorch_lightning {version}: it contains malware" in capsys.readouterr().out) is is_bad
 
 
 # Variables of the environment that settings are about, and that the advice names.

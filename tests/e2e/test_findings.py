@@ -13,16 +13,36 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from findings_data import Stuck, WithEpoch, of_workers
+from findings_data import FromProcess, Mine, Stuck, WithEpoch, in_batches, of_workers, twice
+from findings_models import (
+    Adversarial,
+    Attends,
+    AttendsAndSeeds,
+    Averaged,
+    ClearsToZero,
+    Dead,
+    EndsInEval,
+    Forks,
+    InEval,
+    NeverCleared,
+    Padded,
+    Plain,
+    SeedsEpochs,
+    SeedsSteps,
+    SlowHead,
+    Unused,
+    WithoutHead,
+    WithoutNorm,
+)
 from fits import Classifier, Samples, Scheduled
-from processes import run_training
+from loops import Loop, samples
+from processes import run_ranks, run_training
 from rule_pages import example, is_current, when
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, TensorDataset
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from trainers import LIGHTNING_ADVICE, quiet_trainer
 
-from det_callbacks import DeterminismCallback, ObserverContext, SelectionError, compare_runs, observe
+from det_callbacks import DeterminismCallback, ObserverContext, SelectionError, TrainingRun, compare_runs, observe
 from det_callbacks.cli import main
 from det_callbacks.findings.table import RULES, find_findings
 from det_callbacks.runs.store import Run
@@ -57,169 +77,6 @@ def in_order(batch_size: int = 8) -> DataLoader[Any]:
     return DataLoader(Samples(), batch_size=batch_size)
 
 
-class Plain(Classifier):
-    """Without random draws in its steps."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.last(torch.relu(self.norm(self.first(inputs))))
-
-
-class WithoutNorm(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.Identity()
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.last(torch.relu(self.first(inputs)))
-
-
-class SeedsEpochs(pl.Callback):
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        torch.manual_seed(0)
-
-
-class SeedsSteps(Classifier):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        torch.manual_seed(0)
-        return super().training_step(batch, batch_idx)
-
-
-class Forks(Classifier):
-    """Draws the same noise in each step from a generator that is put back, beside its dropout."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            noise = torch.randn(12)
-        return super().training_step((batch[0] + noise, batch[1]), batch_idx)
-
-
-class WithoutHead(Plain):
-    is_trained = True
-
-    def configure_optimizers(self) -> Any:
-        if not self.is_trained:
-            self.last.requires_grad_(False)
-        return torch.optim.SGD([*self.first.parameters(), *self.norm.parameters()], lr=0.1)
-
-
-class Unused(Plain):
-    is_used = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unused = nn.Linear(16, 3)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        is_used = self.is_used and batch_idx == 2  # an expert that one step of four takes
-        return loss + cross_entropy(self.unused(torch.relu(self.first(batch[0]))), batch[1]) if is_used else loss
-
-
-class NeverCleared(Plain):
-    def optimizer_zero_grad(self, *_: Any) -> None:
-        pass
-
-
-class ClearsToZero(Plain):
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.zero_grad(set_to_none=False)
-
-
-class Adversarial(Plain):
-    """Clears the gradients of its critic, the last layer, after those of its generator were added to them."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        of_generator, of_critic = self.optimizers()
-        inputs, labels = batch
-        of_generator.zero_grad()
-        self.manual_backward(-cross_entropy(self(inputs), labels))
-        of_generator.step()
-        of_critic.zero_grad()
-        self.manual_backward(cross_entropy(self(inputs), labels))
-        of_critic.step()
-
-    def configure_optimizers(self) -> Any:
-        generator = [*self.first.parameters(), *self.norm.parameters()]
-        return torch.optim.Adam(generator, lr=1e-3), torch.optim.Adam(self.last.parameters(), lr=1e-3)
-
-
-class SlowHead(Plain):
-    """Trains its head with a learning rate of zero, for good or in the first two steps."""
-
-    for_good = True
-
-    def configure_optimizers(self) -> Any:
-        groups = [{"params": [*self.first.parameters(), *self.norm.parameters()]}, {"params": self.last.parameters()}]
-        optimizer = torch.optim.SGD(groups, lr=0.1)
-        rates = [lambda step: 1.0, lambda step: 0.0 if self.for_good or step < 2 else 1.0]
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rates)
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-
-class Dead(Plain):
-    """All its ReLUs are dead, or only half of them."""
-
-    bias = -1e4
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.act = nn.ReLU()
-        nn.init.zeros_(self.last.bias)
-        if self.bias:
-            nn.init.constant_(self.first.bias, self.bias)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.last(self.act(self.first(inputs)))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.first.parameters(), lr=1e-2)
-
-
-class Padded(Plain):
-    fills = False
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.first(inputs)
-        padded = torch.empty(len(inputs), 18)
-        padded[:, :16] = hidden
-        if self.fills:
-            padded[:, 16:] = 0
-        return self.last(hidden) + padded.nan_to_num().sum() * 0
-
-
-class InEval(Plain):
-    affine_is_trained = True
-
-    def on_train_start(self) -> None:
-        self.norm.eval()
-        self.norm.requires_grad_(self.affine_is_trained)
-
-
-class EndsInEval(Plain):
-    """Its statistics stand still after the first epoch, as after a validation that called eval()."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.norm.train(self.current_epoch == 0)
-        return super().training_step(batch, batch_idx)
-
-
-class Averaged(Plain):
-    updates = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head_ema = nn.Linear(16, 3).requires_grad_(False)
-        self.head_ema.load_state_dict(self.last.state_dict())
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self.updates:
-            for average, parameter in zip(self.head_ema.parameters(), self.last.parameters(), strict=True):
-                average.lerp_(parameter.detach(), 0.1)
-
-
 def variant(base: type[Any], **attributes: Any) -> type[Any]:
     return type(f"Other{base.__name__}", (base,), attributes)
 
@@ -242,6 +99,21 @@ GUILTY: Mapping[str, list[tuple[Training, tuple[int, ...], list[str]]]] = {
         ),
         (training(Plain, lambda: shuffled(batch_size=32), SeedsEpochs, max_epochs=3), (2, 2), ["train_dataloader"]),
         (training(Plain, shuffled, SeedsEpochs, only_steps=[0], max_epochs=3), (8, 11), ["train_dataloader"]),
+        (
+            training(Plain, lambda: shuffled(shuffle=False, sampler=Mine(Samples())), SeedsEpochs, max_epochs=3),
+            (8, 11),
+            ["train_dataloader"],
+        ),
+        (
+            training(Plain, lambda: in_batches(RandomSampler(Samples())), SeedsEpochs, max_epochs=3),
+            (8, 11),
+            ["train_dataloader"],
+        ),
+        (
+            training(Plain, lambda: in_batches(FromProcess(shuffles=True)), SeedsEpochs, max_epochs=3),
+            (8, 11),
+            ["train_dataloader"],
+        ),
     ],
     "repeated_batch": [
         (
@@ -254,11 +126,16 @@ GUILTY: Mapping[str, list[tuple[Training, tuple[int, ...], list[str]]]] = {
             (1, 11),
             ["batch[0]", "batch[1]"],
         ),
+        (training(Plain, lambda: twice(num_workers=2), max_epochs=1), (1, 15), ["batch[0]", "batch[1]"]),
     ],
-    "equal_workers": [(training(Plain, lambda: of_workers(shares=False), max_epochs=1), (0, 29), ["batch[0]"])],
+    "equal_workers": [
+        (training(Plain, lambda: of_workers(shares=False), max_epochs=1), (0, 31), ["batch[0]"]),
+        (training(Plain, lambda: of_workers(shares=False, number=16), max_epochs=3), (0, 23), ["batch[0]"]),
+    ],
     "reseeded": [
         (training(Classifier, shuffled, SeedsEpochs, max_epochs=3), (4, 8), ["torch.cpu"]),
         (training(SeedsSteps, in_order, level="op", max_epochs=1), (0, 1), ["torch.cpu"]),
+        (training(AttendsAndSeeds, in_order, level="op", max_epochs=1), (0, 1), ["torch.cpu"]),
     ],
     "not_in_optimizer": [(training(WithoutHead), (0, 7), ["last.weight", "last.bias"])],
     "no_gradient": [(training(Unused, max_epochs=6), (0, 23), ["unused.weight", "unused.bias"])],
@@ -284,6 +161,9 @@ INNOCENT: Mapping[str, Training] = {
     "plain": training(Classifier, level="op"),
     "no shuffle": training(Classifier, in_order, level="op"),
     "set_epoch": training(Plain, lambda: shuffled(shuffle=False, sampler=WithEpoch(forgets=False))),
+    "one order, at random": training(Plain, lambda: in_batches(FromProcess(shuffles=False)), SeedsEpochs, max_epochs=3),
+    "shuffled by torch's generator": training(Plain, lambda: in_batches(FromProcess(shuffles=True)), max_epochs=3),
+    "two rounds of workers": training(Plain, lambda: of_workers(shares=False, number=8), max_epochs=4),
     "few samples": training(
         Plain, lambda: DataLoader(TensorDataset(torch.randn(3, 12), torch.arange(3)), 3, shuffle=True)
     ),
@@ -298,6 +178,7 @@ INNOCENT: Mapping[str, Training] = {
     "iterable": training(Plain, lambda: DataLoader(Stuck(8), batch_size=None)),
     "workers": training(Plain, lambda: of_workers(shares=True), max_epochs=1),
     "workers of a list": training(Plain, lambda: shuffled(batch_size=2, num_workers=2), max_epochs=1),
+    "attention without dropout": training(Attends, level="op"),
     "generator put back": training(Forks, in_order, level="op"),
     "frozen by choice": training(variant(WithoutHead, is_trained=False)),
     "taken now and then": training(variant(Unused, is_used=True), max_epochs=6),
@@ -331,6 +212,7 @@ def test_a_training_that_has_it_is_found(word, number, tmp_path):
     train, steps, names = GUILTY[word][number]
     found = {one.finding: one for one in findings_in(train(tmp_path / "run"))}
     assert word in found, found
+    assert {*found} & {"repeated_batch", "equal_workers"} <= {word}  # two explanations of one thing
     assert (found[word].ranks, found[word].steps, [*found[word].names][: len(names)]) == ((0,), steps, names)
     if not number:
         (rule,) = (rule for rule in RULES if word == rule.NAME)
@@ -384,6 +266,33 @@ def test_what_ranks_do_is_found(name, tmp_path):
     if name in EXAMPLES_OF_RANKS:
         (rule,) = (rule for rule in RULES if word == rule.NAME)
         assert message(found[0]) == example(rule)
+
+
+def train_replicas(folder: Path, kind: str, rank: int) -> None:
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    try:
+        loop = Loop()
+        inner = loop.model
+        loop.model = DistributedDataParallel(inner)
+        if kind == "shards":  # the biases begin equal, as shards of zeros do
+            torch.nn.init.constant_(inner.first.bias, 0.0)
+            torch.nn.init.normal_(inner.first.weight, generator=torch.Generator().manual_seed(rank))
+        if kind != "averaged":
+            loop.model = inner
+        loop.loader = DataLoader(samples(), batch_size=2, sampler=[*range(rank, 24, 2)])
+        with TrainingRun(folder / "run", mode="record", model=loop.model, optimizers=loop.optimizers) as run:
+            loop.run(run)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.ddp
+@pytest.mark.parametrize("kind", ["bypassed", "averaged", "shards"])
+def test_replicas_of_any_launcher_that_began_equal_and_drift_apart_are_found(kind, tmp_path):
+    run_ranks(lambda rank: train_replicas(tmp_path, kind, rank), tmp_path / "output", status=0)
+    found = [one for one in findings_in(tmp_path / "run") if one.finding == "unequal_replicas"]
+    assert [(one.ranks, one.steps) for one in found] == ([((0, 1), (0, 5))] if kind == "bypassed" else [])
+    assert all("although they were equal when the fit began" in one.explanation for one in found)
 
 
 def test_every_finding_has_a_training_and_the_page_is_made_of_their_files():

@@ -121,7 +121,7 @@ def test_what_is_recorded_of_a_step(command):
     assert command("verify", "run", "--current", "drawn", "--", "plain", "draws").status == 1
     verdict = compare_runs("run", "drawn/run")  # a draw between two epochs, and not in the loader
     assert (verdict.cause, verdict.first_divergence.step) == ("rng", 6)
-    assert "Code outside all hooks draws from the generator torch.cpu: " in verdict.explanation
+    assert "Code outside the steps draws from the generator torch.cpu: " in verdict.explanation
     assert verdict.coverage.followed == "Net, AdamW"
 
 

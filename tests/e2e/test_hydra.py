@@ -122,6 +122,7 @@ def test_how_a_job_ended_is_the_status_and_every_job_starts_where_the_first_did(
     if not isinstance(end, ZeroDivisionError):
         assert printed.count(words) == 1
         assert ("Traceback" in printed, "in task" in printed) == (is_full == "1",) * 2
+    assert printed.count("Error executing job") <= 1, printed
 
 
 def test_a_refused_argument_of_the_callback_is_ours(run_app):

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
+REQUIRES = "Requires-Dist: "
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 PROGRAM = """
@@ -75,7 +77,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel, source):
     assert "det-callbacks = det_callbacks.cli:main" in entries
     lines = metadata.splitlines()
     assert "License-Expression: Apache-2.0" in lines
-    assert {f"Requires-Dist: {name}" for name in PROJECT["dependencies"]} <= {*lines}
+    required = {Requirement(line.removeprefix(REQUIRES)) for line in lines if line.startswith(REQUIRES)}
+    assert {Requirement(name) for name in PROJECT["dependencies"]} <= required
     assert {f"Classifier: {name}" for name in PROJECT["classifiers"]} <= {*lines}
     assert {f"Author: {PROJECT['authors'][0]['name']}", f"Keywords: {','.join(PROJECT['keywords'])}"} <= {*lines}
 

@@ -365,7 +365,8 @@ def test_with_a_tolerance_numbers_are_compared_and_the_failure_shows_the_jump(tm
     assert done.counts(failed=1, deselected=1), done.text
     assert "Failed: A real change starts at " in done.text
     assert "through aten.tanh.default" in done.text
-    assert "Jumps, the largest first" in done.text
+    assert "Jumps, by how much the error grows, the largest first" in done.text
+    assert "times what its inputs explain, at" in done.text
     done = run_in(tmp_path, "-k", "numbers", PLANTED="shorter")
     assert done.counts(failed=1, deselected=1), done.text
     assert "The run has different steps from its reference" in done.text

@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from det_callbacks.digest.host import digest_bytes, format_digest
 from det_callbacks.environment.capture import capture_environment, code_state, command_choice, script_words
 from det_callbacks.environment.hydra import configuration_of
-from det_callbacks.runs.environment import AS_COMMITTED, NOT_RECORDED, EnvironmentEntry, compare_environments
+from det_callbacks.runs.environment import AS_COMMITTED, DEFAULT, NOT_RECORDED, EnvironmentEntry, compare_environments
 from det_callbacks.settings import enforce_determinism
 from det_callbacks.training.arguments import optimizer_choices
 
@@ -106,6 +106,68 @@ def test_one_change_is_one_difference_of_its_kind(name, value, expected, monkeyp
         torch.set_num_threads(1)  # by nobody's settings
         found = compare_environments(before, capture_environment())
         assert any(one.name == "torch.num_threads" and one.is_machine for one in found)
+
+
+# variable -> its value, what is recorded, and whether it can change bits
+VARIABLES: dict[str, tuple[str, str | None, bool]] = {
+    "TORCHINDUCTOR_NUMERICS": ("strict", "strict", True),
+    "CAUSAL_CONV1D_SPLIT": ("1", "1", True),
+    "NCCL_SOMETHING_NEW": ("2", "2", True),
+    "NCCL_TOPO_FILE": ("/home/alice/topo.xml", f"<place {format_digest(digest_bytes(b'/home/alice/topo.xml'))}>", True),
+    "TORCHINDUCTOR_MAX_AUTOTUNE_CACHE": ("1", "1", True),
+    "TORCH_LOGS": ("recompiles", "recompiles", False),
+    "NCCL_DEBUG_SUBSYS": ("ALL", "ALL", False),
+    "PYTORCH_CUDA_ALLOC_CONF": ("roundup_power2_divisions:4", "roundup_power2_divisions:4", False),
+    "TORCHINDUCTOR_COMPILE_THREADS": ("1", "1", False),
+    "TRITON_CACHE_DIR": ("/home/alice/triton", None, False),
+    "TORCH_HOME": ("torch", None, False),
+    "TORCH_HUB_TOKEN": ("abc", None, False),
+    "NVTE_LOGIN": ("hf_abcdefgh", None, False),
+    "MAMBA_LICENCE": ("0a1b2c3d4e5f60718293a4b5c6d7e8f9", None, False),
+    "TORCHELASTIC_RUN_ID": ("none", None, False),
+    "EDITOR": ("vi", None, False),
+}
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_a_variable_is_a_choice_by_its_prefix_and_no_secret(name, monkeypatch):
+    value, recorded, changes_bits = VARIABLES[name]
+    before = capture_environment()
+    monkeypatch.setenv(name, value)
+    found = {one.name: one for one in compare_environments(before, capture_environment())}
+    if recorded is None:
+        assert found == {}
+        return
+    (difference,) = found.values()
+    assert (difference.name, difference.reference, difference.current) == (f"env.{name}", None, recorded)
+    assert (difference.is_machine, difference.changes_bits) == (False, changes_bits)
+
+
+def test_a_run_of_the_first_version_does_not_say_that_a_variable_was_not_set():
+    unset = entry(None)
+    first = {"env.MKL_CBWR": unset, "env.NCCL_ALGO": entry("Ring")}
+    now = {"env.NCCL_ALGO": entry("Ring"), "env.TORCH_X": entry("1"), "inductor.x": entry(1)}
+    found = {one.name: one.reference for one in compare_environments(first, now)}
+    assert found == {"env.TORCH_X": NOT_RECORDED, "inductor.x": NOT_RECORDED}
+    assert {one.name: one.reference for one in compare_environments({}, now)} == {
+        "env.NCCL_ALGO": None,
+        "env.TORCH_X": None,
+        "inductor.x": DEFAULT,
+    }
+
+
+def test_options_of_inductor_that_the_program_changed_are_choices():
+    config = pytest.importorskip("torch._inductor.config")
+    before = capture_environment()
+    with config.patch({"epilogue_fusion": not config.epilogue_fusion, "triton.max_tiles": 3, "debug": True}):
+        found = compare_environments(before, capture_environment())
+    assert {one.name: (one.reference, one.changes_bits, one.is_machine) for one in found} == {
+        "inductor.debug": (DEFAULT, False, False),
+        "inductor.epilogue_fusion": (DEFAULT, True, False),
+        "inductor.triton.max_tiles": (DEFAULT, True, False),
+    }
+    with enforce_determinism({"deterministic_algorithms": "disabled", "inductor_max_autotune": True}):
+        assert not any(name.startswith("inductor.") for name in capture_environment())  # recorded as a setting
 
 
 # hyperparameter -> what is given, and what is written

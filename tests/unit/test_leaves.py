@@ -58,7 +58,7 @@ ONE, TWO = torch.ones(1), torch.zeros(2)
         (UserDict({"input_ids": ONE, "mask": [TWO]}), ["['input_ids']", "['mask'][0]"]),
         (Point(ONE, {"a": 1.5}), [".x", ".y['a']"]),
         (Sample(ONE, rest={"k": True}), [".image", "._label", ".rest['k']"]),
-        (Graph(**{"x": ONE, "not a name": TWO, "_store": 1}), [".x", "['not a name']", "['_store']"]),
+        (Graph(**{"x": ONE, "not a name": TWO, "_store": 1}), [".x", "['_store']", "['not a name']"]),
         (Slotted(ONE, TWO), ["._hidden", ".shown"]),
         (Plain(tensors=[ONE], _private=TWO), [".tensors[0]", "._private"]),
         ([Plain(), ONE], ["[1]"]),
@@ -90,3 +90,13 @@ def test_what_contains_itself_is_listed_once_and_what_is_nested_too_deeply_is_a_
 def test_what_cannot_be_looked_into_is_a_leaf(leaf):
     assert [name for name, _ in leaves([leaf], "b")] == ["b[0]"]
     assert not list(flatten([leaf], "b"))
+
+
+@pytest.mark.parametrize(
+    "wrap", [dict, UserDict, lambda pairs: [{"inner": dict(pairs)}], lambda pairs: Graph(**dict(pairs))]
+)
+def test_the_order_of_a_mapping_does_not_matter(wrap):
+    pairs = [("b", ONE), ("a", [TWO, ONE]), ("c", {"z": 1, "y": 2})]
+    first, second = ([*leaves(wrap(order), "t", is_whole=True)] for order in (pairs, pairs[::-1]))
+    assert [name for name, _ in first] == [name for name, _ in second]
+    assert all(value is other for (_, value), (_, other) in zip(first, second, strict=True))

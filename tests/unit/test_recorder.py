@@ -262,3 +262,26 @@ def test_a_step_without_a_batch_has_no_sketch_of_the_one_before():
     assert mode.sketch
     step_of(mode, lambda: None)
     assert mode.sketch == ()
+
+
+@pytest.mark.parametrize("level", ["state", "module", "op"])
+def test_a_step_does_not_depend_on_the_order_of_the_dicts_in_its_batches_and_outputs(level):
+    inputs, masks, labels = (torch.rand(4, size) for size in (10, 3, 1))
+
+    class Model(nn.Module):
+        def forward(self, keys):
+            found = {"logits": inputs * 2, "loss": inputs.sum()}
+            return {key: found[key] for key in keys}
+
+    def trained(sign):
+        pairs = [("labels", labels), ("inputs", inputs), ("nested", {"b": masks, "a": labels})]
+        model = Model()
+        mode = HashMode(model, level=level)
+
+        def body():
+            model(["logits", "loss"][::sign])
+            mode.add_batch({**dict(pairs[::sign])})
+
+        return step_of(mode, body, batch=[inputs, dict(pairs[::sign])])
+
+    assert_same(trained(1), trained(-1))

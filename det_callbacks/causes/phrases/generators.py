@@ -91,7 +91,7 @@ def keep_from_drawing(change: GeneratorChange, evidence: Evidence) -> str:
 
 def _shown(change: GeneratorChange, evidence: Evidence, separator: str = ", ") -> str:
     ran = what_ran((*change.points, change.differs_at[1]), evidence)
-    return separator.join(dict.fromkeys(ran)) or "code outside all hooks"
+    return separator.join(dict.fromkeys(ran)) or f"code outside {'all hooks' if evidence.hooks else 'the steps'}"
 
 
 def what_ran(points: Sequence[str], evidence: Evidence) -> Iterator[str]:

@@ -50,6 +50,8 @@ def _how_it_differs(finding: Finding) -> str:
     divergence = finding.divergence
     if divergence.kind == "argument" and finding.arguments is not None:
         shown = [f"{name}: {reference} -> {current}" for name, (reference, current) in finding.arguments.items()]
+        if divergence.op.startswith("aten.bernoulli") and "p" in finding.arguments:
+            shown.append("a dropout keeps an element with probability p")
         called = f"was called with different arguments ({listed(shown, '; ')})"
         return called if finding.layouts is None else f"{called} and produced {both_layouts(finding.layouts)}"
     if divergence.kind == "structure" and finding.role == "graph":

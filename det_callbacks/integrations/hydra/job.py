@@ -1,9 +1,10 @@
 """One job of a Hydra application: its folders and settings."""
 
 import inspect
+import io
 import os
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,8 @@ class Job:
 
 def _error_of(job_return: JobReturn) -> BaseException | None:
     try:
-        job_return.return_value  # noqa: B018  # raises it
+        with redirect_stderr(io.StringIO()):  # Hydra writes "Error executing job" each time, and once more at the end
+            job_return.return_value  # noqa: B018  # raises it
     except BaseException as error:  # noqa: BLE001  # the user's code may raise anything
         return error
     return None

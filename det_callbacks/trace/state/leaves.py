@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ MAX_DEPTH = 20
 _VALUES = (Tensor, float, int)
 _CONSTANTS = (type(None), str, bytes, type, Enum, torch.dtype, torch.device)
 _LEAVES = (*_VALUES, *_CONSTANTS)
+_path = itemgetter(0)
 _HEAP_TYPE = 1 << 9
 """Flag of classes defined in Python (Py_TPFLAGS_HEAPTYPE), whose instances hold only attributes."""
 
@@ -27,7 +29,8 @@ def leaves(tree: Any, name: str, *, is_whole: bool = False) -> Iterator[tuple[st
 
     It enters mappings, lists, tuples and attributes of other objects (private ones only if ``is_whole``),
     20 levels deep, each object once, without running code of its class. The entries of a private mapping
-    in a class with ``__getattr__`` count as attributes, as in torch_geometric.
+    in a class with ``__getattr__`` count as attributes, as in torch_geometric. The entries of a mapping are in
+    the order of their paths: its own order may come from a set, and differ from process to process.
     """
     return _leaves(tree, name, {}, is_whole=is_whole, depth=0)
 
@@ -68,7 +71,7 @@ def _leaves(tree: Any, name: str, entered: dict[int, Any], *, is_whole: bool, de
 
 def _children(tree: Any, name: str, *, is_whole: bool) -> Iterable[tuple[str, Any]] | None:
     if (found := entries(tree, name)) is not None:
-        return found
+        return sorted(found, key=_path) if isinstance(tree, Mapping) else found
     attributes = _attributes(tree)
     if attributes is None:
         return None
@@ -78,9 +81,11 @@ def _children(tree: Any, name: str, *, is_whole: bool) -> Iterable[tuple[str, An
     members: list[tuple[str, Any]] = []
     for key, value in attributes.items():
         if key in shown:
+            shown_members: list[tuple[str, Any]] = []
             for inner, item in value.items():
                 is_attribute = isinstance(inner, str) and inner.isidentifier() and inner not in attributes
-                members.append((f"{name}.{inner}" if is_attribute else f"{name}[{inner!r}]", item))
+                shown_members.append((f"{name}.{inner}" if is_attribute else f"{name}[{inner!r}]", item))
+            members += sorted(shown_members, key=_path)
         elif is_whole or key in fields or not key.startswith("_"):
             members.append((f"{name}.{key}", value))
     return members
