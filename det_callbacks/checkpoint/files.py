@@ -20,7 +20,7 @@ from det_callbacks.checkpoint.entries import Entries, Entry
 from det_callbacks.digest.host import DIGEST_VERSION, digest_bytes, digest_file, format_digest
 from det_callbacks.environment.rng import GeneratorStates
 from det_callbacks.errors import CheckpointFormatError
-from det_callbacks.runs.disk import make_folder, writing
+from det_callbacks.runs.disk import make_folder, open_to_write, writing
 
 SCHEMA = 1
 SIDECAR = ".digests.json"
@@ -190,7 +190,7 @@ def _write(path: Path, content: bytes) -> None:
     make_folder(path.parent, instead=ANOTHER_PLACE)
     temporary = beside(path, ".tmp")
     with writing(path, instead=ANOTHER_PLACE):
-        with temporary.open("wb") as file:
+        with open_to_write(temporary, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

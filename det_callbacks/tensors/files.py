@@ -18,7 +18,7 @@ from typing import Any, Self
 import numpy as np
 
 from det_callbacks.digest.host import digest_bytes, format_digest
-from det_callbacks.runs.disk import make_folder, writing
+from det_callbacks.runs.disk import make_folder, open_to_write, writing
 from det_callbacks.runs.files import damaged
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Divergence
@@ -184,7 +184,7 @@ class StepWriter:
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         with writing(path):
             try:
-                with temporary.open("wb") as file:
+                with open_to_write(temporary, "wb") as file:
                     file.write(len(header).to_bytes(8, "little") + header)
                     for key in order:
                         file.write(tensors[key].bits.data)
