@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Literal, Self, cast
+from typing import BinaryIO, Literal, Self
 
 from det_callbacks.errors import WriteError
 from det_callbacks.runs.files import open_without_links
@@ -61,7 +61,7 @@ def make_folder(path: Path, *, instead: str = _ANY_FOLDER) -> None:
 
 def open_to_write(path: Path, mode: Literal["wb", "ab", "a+b"], *, buffering: int = -1) -> BinaryIO:
     """Open a file, and never what a link in its place leads to; inside ``writing``."""
-    return cast(BinaryIO, open(path, mode, buffering, opener=open_without_links))
+    return open(path, mode, buffering, opener=open_without_links)
 
 
 def replace_atomically(path: Path, content: bytes, *, instead: str = _ANY_FOLDER) -> None:

@@ -13,7 +13,15 @@ import pyarrow as pa
 from det_callbacks.digest.host import digest_bytes, format_digest
 from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.runs.disk import AppendedFile
-from det_callbacks.runs.files import FORMAT_VERSION, MAX_BYTES, MAX_VALUES, READ_ERRORS, damaged, opened, require_at_most
+from det_callbacks.runs.files import (
+    FORMAT_VERSION,
+    MAX_BYTES,
+    MAX_VALUES,
+    READ_ERRORS,
+    damaged,
+    opened,
+    require_at_most,
+)
 from det_callbacks.runs.stream import END_OF_STREAM, has_regular_end, read_metadata
 
 EVIDENCE_SCHEMA = pa.schema(

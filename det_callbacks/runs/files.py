@@ -1,7 +1,7 @@
 """The names of a run's files, how these are opened, and the error for a damaged file.
 
-A run may come from somebody else: a link in it may lead anywhere, and a size in it may be any number. So nothing follows
-a link in a run's folder, and sizes are compared with limits before anything of that size is read.
+A run may come from somebody else: a link in it may lead anywhere, and a size in it may be any number. So nothing
+follows a link in a run's folder, and sizes are compared with limits before anything of that size is read.
 """
 
 import errno
@@ -35,9 +35,7 @@ MAX_VALUES = 16 * MAX_ROWS
 MAX_BYTES = 1 << 28
 """Bytes of a JSON file or of a line, and of the text in a table or in a record batch."""
 
-_OF_A_RUN = re.compile(
-    rf"\..*|{MANIFEST}|{PROGRAMS}|{SITES}|{LAYOUTS}|{SOURCES}|rank-.*|verdict\.json|report\.html"
-)
+_OF_A_RUN = re.compile(rf"\..*|{MANIFEST}|{PROGRAMS}|{SITES}|{LAYOUTS}|{SOURCES}|rank-.*|verdict\.json|report\.html")
 """What belongs to a run in its folder, where users may have put files of their own."""
 
 READ_ERRORS = (
@@ -86,12 +84,12 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         raise damaged(path, f"it is missing or cannot be read, although run.json has it ({error})") from error
 
 
-def read_file(path: Path) -> bytes:
+def read_file(path: Path, limit: int = MAX_BYTES) -> bytes:
     """Return the content of a file of a run; ValueError if it is larger than a run's files are."""
     with open_file(path) as file:
-        content: bytes = file.read(MAX_BYTES + 1)
-    require_at_most(MAX_BYTES, len(content), "bytes")
-    return content
+        num_bytes = os.fstat(file.fileno()).st_size
+        require_at_most(limit, num_bytes, "bytes")
+        return file.read(num_bytes)
 
 
 def require_at_most(limit: int, number: int, what: str) -> None:
@@ -120,7 +118,7 @@ def refuse_links(folder: Path, ranks: Collection[int] | None = None) -> None:
             if entry.is_symlink():
                 raise ReferenceFormatError(
                     f"{entry.path} is a link to {os.readlink(entry.path)}, and a run holds no links. It was not "
-                    "followed, and nothing was changed. Remove it, or copy the run with what its links lead to (cp -rL).",
+                    "followed, and nothing was changed. Remove it, or copy the run without links (cp -rL).",
                     entry.path,
                 )
             if entry.is_dir(follow_symlinks=False):

@@ -18,10 +18,10 @@ from det_callbacks.runs.disk import replace_atomically
 from det_callbacks.runs.files import (
     FORMAT_VERSION,
     LAYOUTS,
-    PROGRAMS,
     MAX_BYTES,
     MAX_ROWS,
     MAX_VALUES,
+    PROGRAMS,
     READ_ERRORS,
     SITES,
     damaged,
@@ -234,10 +234,11 @@ def _distinct_rows(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
 
 def _mixed(values: np.ndarray, places: np.ndarray) -> np.ndarray:
     """Return 64 bits that depend on every bit of a value and of its place."""
-    mixed = (values ^ (places + np.uint64(1)) * _MULTIPLIER) * _MULTIPLIER
+    mixed: np.ndarray = (values ^ (places + np.uint64(1)) * _MULTIPLIER) * _MULTIPLIER
     mixed ^= mixed >> np.uint64(32)
     mixed *= _MULTIPLIER
-    return mixed ^ (mixed >> np.uint64(29))
+    mixed ^= mixed >> np.uint64(29)
+    return mixed
 
 
 def _write_table(path: Path, schema: pa.Schema, columns: dict[str, Any], **metadata: str) -> None:
