@@ -1,5 +1,6 @@
 """Run folders for tests, all that can be read from one, and strategies for what it holds."""
 
+import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ SIZES = st.lists(st.integers(0, 2**63 - 1), max_size=3).map(tuple)
 SITES = st.builds(
     Site,
     output=INT32,
-    **dict.fromkeys(("name", "arguments", "varying", "recomputed", "source"), ...),
+    arguments=st.dictionaries(st.text(), INT32).map(json.dumps),
+    **dict.fromkeys(("name", "varying", "recomputed", "source"), ...),
 )
 ENTRIES = st.none() | st.builds(TensorLayout, shape=SIZES, stride=SIZES, detail=...)
 

@@ -184,9 +184,29 @@ def read_evidence(path: Path, *, run_id: str, keep: Filter | None = None) -> Ite
             if any(column.null_count for column in batch.columns) or digest != _digest_batch(batch):
                 raise damaged(path, "a record batch does not match its digest")
             kept = batch if keep is None else batch.filter(pa.array(keep(batch)))
-            yield from map(Row, *(column.to_pylist() for column in kept.columns))
+            for row in map(Row, *(column.to_pylist() for column in kept.columns)):
+                _require_list(path, row)
+                yield row
     if not has_regular_end(path) and _is_fit_complete(path):
         raise damaged(path, "its end is missing, although the steps of its fit are complete")
+
+
+def _require_list(path: Path, row: Row) -> None:
+    """Raise ReferenceFormatError if the text of a row is not the JSON list that it has to be."""
+    if row.point == CHECKED:
+        kind: type[object] = int
+    elif row.name in (CONSTANTS, SCRIPTED) or row.point == PARAMETERS:
+        kind = str
+    elif row.point == VALUES or row.name.startswith(INDICES):
+        kind = object
+    else:
+        return
+    try:
+        content = json.loads(row.text or "[]")
+        if not isinstance(content, list) or not all(isinstance(item, kind) for item in content):
+            raise TypeError(f"it is {row.text[:40]!r}")
+    except READ_ERRORS as error:
+        raise damaged(path, f"{row.name or row.point!r} of step {row.step} is not a list ({error})") from error
 
 
 def _read_message(file: BinaryIO) -> bytes | None:

@@ -123,7 +123,10 @@ def _read(path: Path, run_id: str, *, num_listed: int) -> Iterator[Reading]:
             while (line := file.readline(MAX_BYTES)).endswith(b"\n"):  # the last line may be incomplete
                 number += 1
                 try:
-                    yield unseal(line[:-1], Reading, run_id=run_id)
+                    reading = unseal(line[:-1], Reading, run_id=run_id)
+                    if reading.where not in WHERE:
+                        raise ValueError(f"it was made at an unknown place, {reading.where!r}")
+                    yield reading
                 except READ_ERRORS as error:
                     raise damaged(path, f"line {number} is not a reading of metrics ({error})") from error
             if len(line) == MAX_BYTES:

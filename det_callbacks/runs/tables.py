@@ -121,6 +121,8 @@ def _read_sites(path: Path) -> list[SiteRow]:
         digest_of_ids = digest_bytes(np.array(ids, dtype=np.uint64).tobytes())
         if [row.id for row in rows] != ids or table_name(digest_of_ids) != path.name:
             raise ValueError("its content does not match the id in its name")
+        if not all(isinstance(json.loads(row.site.arguments), dict) for row in rows):
+            raise ValueError("the arguments of a site are no JSON object")
         return rows
 
     return _parse_file(path, parse)
