@@ -177,7 +177,7 @@ def read_evidence(path: Path, *, run_id: str, keep: Filter | None = None) -> Ite
                 batch, metadata = stream.read_next_batch_with_custom_metadata()
                 batch.validate(full=True)
             except READ_ERRORS as error:
-                if file.read(1):
+                if file.read(1) or has_regular_end(path):
                     raise damaged(path, f"a record batch in its middle cannot be read ({error})") from error
                 break  # a kill interrupted the write
             digest = dict(metadata or {}).get(_DIGEST)

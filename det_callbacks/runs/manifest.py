@@ -69,7 +69,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """Return the content of run.json; an error if it is missing, damaged or has a different version."""
     path = folder / MANIFEST
-    if not os.path.isfile(path):  # Path.is_file raises where the name is too long
+    if not os.path.lexists(path):
         runs = folder.glob(f"*/{MANIFEST}") if os.path.isdir(folder) else ()
         inside = sorted(child.parent.name for child in runs)[:10]
         hint = f"but these folders in it are runs: {', '.join(inside)}" if inside else "record one there first"

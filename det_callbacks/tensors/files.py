@@ -275,14 +275,16 @@ class SavedStep:
             bounds = {key: [first + offset for offset in one["data_offsets"]] for key, one in sections.items()}
             is_inside = all(first <= begin <= end <= num_bytes for begin, end in bounds.values())
             is_whole = is_inside and num_bytes == first + sum(end - begin for begin, end in bounds.values())
-            lacks = content["entries"].keys() - bounds.keys()
+            is_described = content["entries"].keys() <= bounds.keys() and all(
+                isinstance(one.get("statistics") or {}, dict) for one in content["entries"].values()
+            )
         except READ_ERRORS as error:
             raise damaged(self.path, f"it is not a safetensors file written by det_callbacks ({error!r})") from error
         if not is_sealed:
             raise damaged(self.path, "its header does not match its digest")
         if found != place:
             raise damaged(self.path, f"it belongs to another place: {found} instead of {place}")
-        if not is_whole or lacks:
+        if not is_whole or not is_described:
             raise damaged(self.path, "it is longer or shorter than what it lists")
         return content, {key: (begin, end) for key, (begin, end) in bounds.items()}
 
