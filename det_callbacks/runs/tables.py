@@ -121,7 +121,7 @@ def _read_sites(path: Path) -> list[SiteRow]:
         digest_of_ids = digest_bytes(np.array(ids, dtype=np.uint64).tobytes())
         if [row.id for row in rows] != ids or table_name(digest_of_ids) != path.name:
             raise ValueError("its content does not match the id in its name")
-        if not all(isinstance(json.loads(row.site.arguments), dict) for row in rows):
+        if not all(isinstance(json.loads(text), dict) for text in {row.site.arguments for row in rows}):
             raise ValueError("the arguments of a site are no JSON object")
         return rows
 
@@ -245,17 +245,19 @@ def _mixed(values: np.ndarray, places: np.ndarray) -> np.ndarray:
 
 def _write_table(path: Path, schema: pa.Schema, columns: dict[str, Any], **metadata: str) -> None:
     num_rows = len(next(iter(columns.values())))
-    if num_rows > MAX_ROWS:
-        raise WriteError(
-            f"A step has {num_rows:,} sites, and {path} holds at most {MAX_ROWS:,}. Record less of a step (level, "
-            "modules, phases), or make a step of fewer batches.",
-            str(path),
-        )
     schema = schema.with_metadata({**metadata, "format_version": str(FORMAT_VERSION)})
     table = pa.table({**columns, "position": list(range(num_rows))}, schema=schema)
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
-    replace_atomically(path, sink.getvalue().to_pybytes())
+    content = sink.getvalue()
+    try:
+        _check_footer(pq.ParquetFile(pa.BufferReader(content)).metadata)
+        texts = (column.nbytes for column in table.columns if column.type in (pa.string(), pa.list_(pa.string())))
+        require_at_most(MAX_BYTES, sum(texts), "bytes of text")
+    except ValueError as error:
+        text = f"Cannot write {path}: {error}. Record less of a step (level, modules, phases), or make steps shorter."
+        raise WriteError(text, str(path)) from error
+    replace_atomically(path, content.to_pybytes())
 
 
 def _parse_file(path: Path, parse: Callable[[bytes], _Parsed]) -> _Parsed:
