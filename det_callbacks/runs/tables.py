@@ -302,10 +302,13 @@ def _check_footer(footer: pq.FileMetaData) -> None:
     """Raise ValueError for more than a run has: a few compressed bytes may stand for any number of rows."""
     groups = [footer.row_group(index) for index in range(footer.num_row_groups)]
     columns = [group.column(index) for group in groups for index in range(group.num_columns)]
-    for number in (footer.num_rows, *(group.num_rows for group in groups)):
-        require_at_most(MAX_ROWS, number, "rows")
-    require_at_most(MAX_VALUES, sum(column.num_values for column in columns), "values")
-    require_at_most(MAX_BYTES, sum(column.total_uncompressed_size for column in columns), "bytes")
+    sizes: dict[str, tuple[int, list[int]]] = {
+        "rows": (MAX_ROWS, [footer.num_rows, *(group.num_rows for group in groups)]),
+        "values": (MAX_VALUES, [column.num_values for column in columns]),
+        "bytes": (MAX_BYTES, [column.total_uncompressed_size for column in columns]),
+    }
+    for what, (limit, numbers) in sizes.items():
+        require_at_most(limit, sum(numbers), what)
 
 
 def _num_bytes_of_text(column: pa.ChunkedArray) -> int:
