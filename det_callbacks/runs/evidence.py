@@ -220,7 +220,7 @@ def _read_message(file: BinaryIO) -> bytes | None:
     table = 8 + _number(metadata, 8, 4)  # Message.fbs of the Arrow columnar format
     kind, batch = _field(metadata, table, 1), _field(metadata, table, 2)
     if metadata[kind] != _RECORD_BATCH:
-        raise ValueError("a message of another kind")
+        raise ValueError("it is not a record batch")
     batch += _number(metadata, batch, 4)
     num_rows = _number(metadata, _field(metadata, batch, 0), 8)
     require_at_most(MAX_VALUES, num_rows * len(EVIDENCE_SCHEMA), "values in a record batch")

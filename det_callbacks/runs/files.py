@@ -36,7 +36,7 @@ MAX_BYTES = 1 << 28
 """Bytes of a JSON file or of a line, and of the text in a table or in a record batch."""
 
 _OF_A_RUN = re.compile(rf"\..*|{MANIFEST}|{PROGRAMS}|{SITES}|{LAYOUTS}|{SOURCES}|rank-.*|verdict\.json|report\.html")
-"""What belongs to a run in its folder, where users may have put files of their own."""
+"""What belongs to a run in its folder, where users may keep other files, too."""
 
 READ_ERRORS = (
     *(msgspec.MsgspecError, pa.ArrowException, OSError, EOFError, RecursionError),
