@@ -34,6 +34,8 @@ comparable. An error that carries a report is defined next to the report, in the
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from det_callbacks.text import visible
+
 if TYPE_CHECKING:  # the doctor starts without the imports of verdict.py
     from det_callbacks.verdict import Verdict
 
@@ -66,7 +68,7 @@ class DetCallbacksError(Exception):
             setattr(self, name, value)
 
     def __str__(self) -> str:
-        return str(self.args[0])
+        return visible(str(self.args[0]))  # a terminal shows it, and it may quote a run
 
 
 class DivergenceError(DetCallbacksError):
@@ -372,6 +374,9 @@ class DetCallbacksWarning(UserWarning):
     Examples:
         >>> warnings.simplefilter("error", DetCallbacksWarning)  # makes each warning of det_callbacks an error
     """
+
+    def __str__(self) -> str:
+        return visible(super().__str__())
 
 
 class DivergenceWarning(DetCallbacksWarning):

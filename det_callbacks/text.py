@@ -5,6 +5,17 @@ from collections.abc import Iterable, Sequence
 MAX_NAMED, MAX_RANKS = 3, 8  # that a sentence names; the others are counted
 
 
+def visible(text: str) -> str:
+    """Return a text with escapes for what a terminal obeys and does not show, as in ``repr``; keeps lines and tabs.
+
+    Control characters, those that change the direction of text, and separators could make a run look like another.
+    """
+    if text.isprintable():
+        return text
+    shown = (one if one.isprintable() or one in "\n\t" else one.encode("unicode_escape").decode() for one in text)
+    return "".join(shown)
+
+
 def count(number: int, noun: str) -> str:
     """Return "1 step", "1,234 steps", "2 entries"."""
     if number == 1:

@@ -1,5 +1,6 @@
 """Run folders for tests, all that can be read from one, and strategies for what it holds."""
 
+import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ SIZES = st.lists(st.integers(0, 2**63 - 1), max_size=3).map(tuple)
 SITES = st.builds(
     Site,
     output=INT32,
-    inputs=st.lists(INT32, max_size=3).map(tuple),
-    **dict.fromkeys(("name", "arguments", "varying", "recomputed", "source"), ...),
+    arguments=st.dictionaries(st.text(), INT32).map(json.dumps),
+    **dict.fromkeys(("name", "varying", "recomputed", "source"), ...),
 )
 ENTRIES = st.none() | st.builds(TensorLayout, shape=SIZES, stride=SIZES, detail=...)
 
@@ -37,6 +38,8 @@ def whole_steps(draw: st.DrawFn) -> tuple[Program, Layout, list[int]]:
     sites, entries, digests = (
         draw(st.lists(one, min_size=num, max_size=num)) for one in (SITES, ENTRIES, st.integers(0, 2**64 - 1))
     )
+    inputs = [draw(st.lists(st.integers(0, at), max_size=3).map(tuple)) for at in range(num)]
+    sites = [structs.replace(site, inputs=read) for site, read in zip(sites, inputs, strict=True)]
     counts = [draw(one) for one in (COUNTS, COUNTS, st.dictionaries(st.text(), COUNTS), st.lists(st.text()).map(tuple))]
     names = ("ops_seen", "ops_digested", "ops_skipped", "opaque_regions")
     return Program.of(sites, **dict(zip(names, counts, strict=True))), Layout(tuple(entries)), digests

@@ -205,7 +205,7 @@ def _check_two(*places: Path) -> CheckpointReport:
 
 def _existing(path: str | Path) -> Path:
     place = Path(path).resolve()  # the sidecar is next to the file that a link points to
-    if not place.exists():
+    if not (place.is_file() or place.is_dir()):  # a pipe would be waited for
         raise CheckpointNotFoundError(
             f"There is no checkpoint {path} on this disk, so nothing was compared. Check the name, or copy the "
             "checkpoint here together with the files next to it.",

@@ -4,8 +4,10 @@ Each contains a digest of itself. Suffixes have no digit, because Lightning read
 ``hpc_ckpt_`` as a version.
 """
 
+import errno
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -20,7 +22,8 @@ from det_callbacks.checkpoint.entries import Entries, Entry
 from det_callbacks.digest.host import DIGEST_VERSION, digest_bytes, digest_file, format_digest
 from det_callbacks.environment.rng import GeneratorStates
 from det_callbacks.errors import CheckpointFormatError
-from det_callbacks.runs.disk import make_folder, writing
+from det_callbacks.runs.disk import make_folder, open_to_write, writing
+from det_callbacks.runs.files import MAX_BYTES, read_file
 
 SCHEMA = 1
 SIDECAR = ".digests.json"
@@ -56,7 +59,7 @@ class Sidecar:
 
 def read_sidecar(path: Path) -> Sidecar | None:
     place = beside(path, SIDECAR)
-    return unseal(place.read_bytes(), place, Sidecar) if place.exists() else None
+    return unseal(_read(place), place, Sidecar) if os.path.lexists(place) else None
 
 
 def write_sidecar(path: Path, *, entries: Callable[[], Entries], **content: Any) -> None:
@@ -121,9 +124,9 @@ def write_part(path: Path, part: Part, tensors: Mapping[str, Tensor]) -> None:
 def read_part(path: Path, sidecar: Sidecar, rank: int) -> tuple[Part, dict[str, Tensor]] | None:
     """Return what a rank saved, or None if it is missing, or from a different save."""
     place = part_path(path, rank)
-    if not place.exists():
+    if not os.path.lexists(place):
         return None
-    line, end, content = place.read_bytes().partition(b"\n")
+    line, end, content = _read(place, limit=sys.maxsize).partition(b"\n")
     part = unseal(line + end, place, Part)
     if part.tensors != _digest_of(content):
         raise _damaged(place, "its tensors do not match their digest")
@@ -185,12 +188,27 @@ def beside(path: Path, suffix: str) -> Path:
     return path.with_name(path.name + suffix)
 
 
+def _read(path: Path, limit: int = MAX_BYTES) -> bytes:
+    try:
+        _refuse_link(path.parent)
+        return read_file(path, limit)
+    except (OSError, ValueError) as error:
+        raise _damaged(path, str(error)) from error
+
+
+def _refuse_link(folder: Path) -> None:
+    """Raise OSError for a link in the place of our folder next to a checkpoint; others are the user's."""
+    if folder.name.endswith(RESUME) and folder.is_symlink():
+        raise OSError(errno.ELOOP, f"{folder} is a link to {os.readlink(folder)}")
+
+
 def _write(path: Path, content: bytes) -> None:
     """Write a file atomically and durably; its temporary name has no digit."""
     make_folder(path.parent, instead=ANOTHER_PLACE)
     temporary = beside(path, ".tmp")
     with writing(path, instead=ANOTHER_PLACE):
-        with temporary.open("wb") as file:
+        _refuse_link(path.parent)
+        with open_to_write(temporary, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

@@ -23,11 +23,11 @@ from det_callbacks.compare.record import REPORT_FILE, VERDICT_FILE
 from det_callbacks.compare.rounding import write_rounding
 from det_callbacks.environment.variables import FILL_MEMORY, LAUNCH, NUM_WORKERS, PERTURB, REFUSAL
 from det_callbacks.errors import CheckError, ReferenceFormatError, RunExistsError
-from det_callbacks.report.console import STYLES, Section, Table, make_console, print_line, print_report, printable
+from det_callbacks.report.console import STYLES, Section, Table, encodable, make_console, print_line, print_report
 from det_callbacks.report.numerics import rounding_sentence
 from det_callbacks.report.verdict import verdict_report
 from det_callbacks.runs.disk import make_folder, writing
-from det_callbacks.runs.files import MANIFEST
+from det_callbacks.runs.files import MANIFEST, READ_ERRORS, read_file
 from det_callbacks.runs.patterns import as_patterns
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.store import Run
@@ -92,7 +92,7 @@ class Script:
         reason, nothing = self._start(title, output, mode="verify", reference=str(reference), current=str(current))
         done = CheckedRun(name=self.name, change=self.change, outcome="failed", reason=reason, output=output)
         try:
-            verdict = Verdict.from_dict(json.loads((current / VERDICT_FILE).read_text(encoding="utf-8")))
+            verdict = Verdict.from_dict(json.loads(read_file(current / VERDICT_FILE)))
         except FileNotFoundError:
             if _manifest(current):
                 nothing = (
@@ -100,7 +100,7 @@ class Script:
                     "so there is no verdict"
                 )
             return replace(done, reason=reason or nothing)
-        except ValueError as error:  # not JSON, or not a verdict
+        except READ_ERRORS as error:  # not JSON, or not a verdict
             return replace(done, reason=f"{current / VERDICT_FILE} cannot be read: {error}")
         done = replace(done, verdict=verdict)
         if verdict.verdict == "match" and reason:
@@ -147,7 +147,7 @@ def _how_to_start(words: Sequence[str]) -> str:
 
 def _manifest(run: Path) -> bytes:
     path = run / MANIFEST
-    return path.read_bytes() if os.path.isfile(path) else b""
+    return read_file(path) if os.path.isfile(path) else b""
 
 
 def check_script(script: Script, home: Path, vary: Sequence[str]) -> list[CheckedRun]:
@@ -293,7 +293,7 @@ def _print_outputs(runs: Sequence[CheckedRun], *, is_verbose: bool) -> None:
         if run.output is not None and (is_verbose or run.outcome == "failed"):
             print_line(make_console(), f"{run.name} printed:", "bold")
             printed = run.output.read_text(encoding="utf-8", errors="replace")
-            sys.stdout.write(printable(printed, sys.stdout))
+            sys.stdout.write(encodable(printed, sys.stdout))
 
 
 def _row(run: CheckedRun) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ import os
 import shlex
 import sys
 import tomllib
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -15,6 +16,7 @@ from typing import Any
 from det_callbacks.errors import CheckError, DetCallbacksError
 from det_callbacks.report.console import print_error
 
+_PATHS = ("run_folder", "reference", "current", "checkpoint", "other", "against", "used_by", "tolerance")
 SCRIPT_COMMANDS = ("record", "verify", "check")
 _MODULES = {"doctor": "doctor", **dict.fromkeys(SCRIPT_COMMANDS, "check")}  # of other commands it is commands.py
 
@@ -62,7 +64,23 @@ def _run(given: list[str]) -> int:
         words = shlex.join(["det-callbacks", *given[:end], "--"])
         raise CheckError(f"There is no command to run. Put it after --: {words} python train.py")
     module = import_module(f"det_callbacks.cli.{_MODULES.get(options.command, 'commands')}")
-    return int(getattr(module, options.command.replace("-", "_"))(options))
+    try:
+        return int(getattr(module, options.command.replace("-", "_"))(options))
+    except (DetCallbacksError, OSError, ModuleNotFoundError):
+        raise
+    except Exception as error:  # status 1 of a traceback would say that runs differ
+        raise _unreadable(error, [str(path) for name in _PATHS if (path := getattr(options, name, None))]) from error
+
+
+def _unreadable(error: Exception, paths: Sequence[str]) -> CheckError:
+    """Return the error for content that no reader refused, and that a command cannot handle."""
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    place = f"{Path(frame.f_code.co_filename).name}:{line}"
+    return CheckError(
+        f"{' or '.join(paths) or 'The input'} cannot be used: {type(error).__name__}: {error} ({place}). Its digests "
+        "are right, so det_callbacks did not write it, or this is an error of det_callbacks: then please report it. "
+        "Nothing is known about a difference."
+    )
 
 
 def silence_output() -> None:

@@ -244,13 +244,13 @@ def gather_window(rows: Iterable[Row], *, since: int | None) -> Window | None:
         elif row.name == CONSTANTS:
             constants = frozenset(json.loads(row.text or "[]"))
         elif row.name == SCRIPTED:
-            scripted = tuple(json.loads(row.text))
+            scripted = tuple(json.loads(row.text or "[]"))
         elif row.point == OPTIONS:
             if row.name in options:
                 changed.add(row.name)
             options[row.name] = (row.step, row.text)
         elif row.point == PARAMETERS and row.name.startswith(IN_OPTIMIZER):
-            optimizers[row.name.removeprefix(IN_OPTIMIZER)] = tuple(json.loads(row.text))
+            optimizers[row.name.removeprefix(IN_OPTIMIZER)] = tuple(json.loads(row.text or "[]"))
         elif row.point not in (UNSEEN_WRITE, VALUES, PARAMETERS):
             if since is None or row.step > since:
                 kept.append(row)
@@ -413,7 +413,7 @@ def _batch_change(reference: Window, current: Window, step: int) -> BatchChange:
         )
 
     names = [name for name in current_rows if name.startswith(INDICES) and name in reference_rows]
-    drawn = [(json.loads(reference_rows[name].text), json.loads(current_rows[name].text)) for name in names]
+    drawn = [[json.loads(rows[name].text or "[]") for rows in (reference_rows, current_rows)] for name in names]
     indices: Literal["same", "reordered", "cut", "other"] | None = None
     if names and are_equal(names):
         indices = "same"

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.runs.disk import replace_atomically
-from det_callbacks.runs.files import READ_ERRORS, damaged, rank_folder
+from det_callbacks.runs.files import READ_ERRORS, damaged, rank_folder, read_file
 from det_callbacks.runs.json_files import seal, unseal
 from det_callbacks.runs.program import Program
 from det_callbacks.runs.store import Run
@@ -131,7 +131,7 @@ def read_record(current: Run, rank: int) -> RankRecord:
     """Return the record of a rank; ReferenceFormatError if it is missing, damaged or of another verification."""
     path = record_path(current.path, rank)
     try:
-        record = unseal(path.read_bytes(), RankRecord, run_id=current.manifest.run_id)
+        record = unseal(read_file(path), RankRecord, run_id=current.manifest.run_id)
     except FileNotFoundError as error:
         raise ReferenceFormatError(
             f"{path} is missing: the verification was killed, or is still running, so it is unknown what it "

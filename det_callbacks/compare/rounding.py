@@ -10,7 +10,7 @@ from pathlib import Path
 from det_callbacks.digest.numbers import epsilon
 from det_callbacks.errors import SelectionError
 from det_callbacks.runs.disk import replace_atomically
-from det_callbacks.runs.files import damaged
+from det_callbacks.runs.files import READ_ERRORS, damaged, read_file
 from det_callbacks.verdict import Divergence, Numerics, SiteNumerics
 
 ROUNDING_FILE = "rounding.json"
@@ -37,7 +37,7 @@ class Rounding:
         if path.name != ROUNDING_FILE:
             path /= ROUNDING_FILE
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(read_file(path))
             if content["schema"] != _SCHEMA:
                 raise ValueError(f"its schema is {content['schema']!r}, but this version reads {_SCHEMA}")
             bounds = {_key(*site[:8]): inf if site[8] is None else float(site[8]) for site in content["sites"]}
@@ -48,7 +48,7 @@ class Rounding:
                 f"{folder} holds no measured tolerance ({ROUNDING_FILE}). Measure one: "
                 f"det-callbacks check --numerics --to {shlex.quote(str(folder))} -- python train.py"
             ) from error
-        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        except READ_ERRORS as error:
             raise damaged(path, f"it is not a measured tolerance ({error!r})") from error
         return cls(path=path, bounds=bounds)
 

@@ -76,7 +76,7 @@ class Drawn:
     @property
     def indices(self) -> list[int]:
         """The first indices."""
-        return [int(index) for index in json.loads(self.text)]
+        return [int(index) for index in json.loads(self.text or "[]")]
 
 
 class FitFacts:

@@ -23,7 +23,7 @@ def parameters_of(fit: FitFacts) -> OptimizedParameters:
     for row in fit.rows:
         if row.point != PARAMETERS:
             continue
-        names: list[str] = json.loads(row.text)
+        names: list[str] = json.loads(row.text or "[]")
         if row.name in (WITH_GRADIENT, WITH_LARGE_GRADIENT):
             last[row.name] = names
         else:

@@ -22,7 +22,7 @@ from det_callbacks.integrations.lightning import DeterminismCallback
 from det_callbacks.integrations.loop import TrainingRun
 from det_callbacks.report.verdict import verdict_lines
 from det_callbacks.runs.disk import writing
-from det_callbacks.runs.files import MANIFEST
+from det_callbacks.runs.files import MANIFEST, read_file
 from det_callbacks.runs.lock import FolderLock
 from det_callbacks.runs.place import REPLACEMENT, put_in_place
 from det_callbacks.runs.store import Run
@@ -155,7 +155,7 @@ def _check(training: _Training) -> None:
     if training.is_recording:
         return
     if training.tolerance is None:
-        verdict = Verdict.from_dict(json.loads((training.folder / VERDICT_FILE).read_bytes()))
+        verdict = Verdict.from_dict(json.loads(read_file(training.folder / VERDICT_FILE)))
     else:
         verdict = _compared(training)
     if not _agrees(verdict):

@@ -18,6 +18,8 @@ from rich.text import Text  # noqa: E402
 
 random.setstate(_state_before_rich)
 
+from det_callbacks.text import visible  # noqa: E402
+
 STYLES = {"match": "bold green", "diverged": "bold red", "not_comparable": "bold yellow"}
 MAX_WIDTH = 119  # without a terminal
 
@@ -68,23 +70,27 @@ def print_report(report: Sequence[Section], console: Console | None = None) -> N
         if index:
             print_line(console)
         if section.title:
-            print_line(console, section.title, section.style)
+            print_line(console, _in_one_line(section.title), section.style)
         for line in (*section.lines, *(f"  {item}" for item in section.items), *facts):
             wrapper = textwrap.TextWrapper(console.width, subsequent_indent=line[: len(line) - len(line.lstrip())])
             wrapper.break_long_words = wrapper.break_on_hyphens = False
             print_line(console, wrapper.fill(line))
         for line in section.code:
-            print_line(console, indent + line)
+            print_line(console, indent + _in_one_line(line))
         if section.table is not None:
             _print_table(console, section.table)
 
 
 def print_line(console: Console, text: str = "", style: str = "") -> None:
-    """Print a line as it is, without markup or wrapping."""
-    console.print(Text(printable(text, console.file), style=style), soft_wrap=True)
+    """Print a line without markup or wrapping; text of a run cannot steer the terminal."""
+    console.print(Text(encodable(visible(text), console.file), style=style), soft_wrap=True)
 
 
-def printable(text: str, file: IO[str]) -> str:
+def _in_one_line(text: str) -> str:
+    return visible(text).replace("\n", "\\n")
+
+
+def encodable(text: str, file: IO[str]) -> str:
     """Return a text with escapes for characters that the file's encoding lacks."""
     encoding, errors = getattr(file, "encoding", None) or "utf-8", getattr(file, "errors", None) or "strict"
     try:
@@ -106,7 +112,7 @@ def _longest_word(text: str) -> int:
 
 def _print_table(console: Console, table: Table) -> None:
     """Print a table whose widest columns are folded until it fits, at words if that is enough."""
-    rows = [[str(cell) for cell in row] for row in (table.columns, *table.rows[: table.limit])]
+    rows = [[_in_one_line(str(cell)) for cell in row] for row in (table.columns, *table.rows[: table.limit])]
     columns = [*zip(*rows, strict=True)]
     widths = [max(map(len, column)) for column in columns]
     words = [max(map(_longest_word, column)) for column in columns]
@@ -127,7 +133,7 @@ def _print_table(console: Console, table: Table) -> None:
 
 def print_error(error: Exception, *, name: str = "") -> None:
     """Print an error to standard error, without a traceback."""
-    sys.stderr.write(f"{name or type(error).__name__}: {error}\n")
+    sys.stderr.write(visible(f"{name or type(error).__name__}: {error}\n"))
 
 
 def end_process(status: int) -> NoReturn:

@@ -20,7 +20,7 @@ from det_callbacks.report.verdict import details_report, head_report
 from det_callbacks.runs.disk import make_folder, replace_atomically
 from det_callbacks.runs.program import Site
 from det_callbacks.runs.store import Run
-from det_callbacks.text import count
+from det_callbacks.text import count, visible
 from det_callbacks.verdict import MAX_ORIGINS, Divergence, Verdict
 
 MAX_MAPS, MAX_COLUMNS, MAX_ROWS = 8, 100, 60  # heat maps (one a rank and fit), their columns and rows
@@ -37,7 +37,7 @@ def write_report(path: str | Path, verdict: Verdict, *, reference: str | Path, c
     path, runs = Path(path), [Run.open(run, check_steps=False) for run in (reference, current)]
     maps, num_left_out = _build_maps(verdict, *runs)
     loader = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, finalize=_visible)
     environment.filters.update(count=count, number="{:,}".format, shell_quoted=shlex.quote)
     head, sections = head_report(verdict)[1:], details_report(verdict, lists_all=True)
     content = environment.get_template("report.html.j2").render(
@@ -46,6 +46,10 @@ def write_report(path: str | Path, verdict: Verdict, *, reference: str | Path, c
     make_folder(path.parent, instead=_INSTEAD)
     replace_atomically(path, content.encode(errors="backslashreplace"), instead=_INSTEAD)
     return path
+
+
+def _visible(value: object) -> object:
+    return visible(value) if type(value) is str else value  # Markup is made of such values
 
 
 def _build_maps(verdict: Verdict, reference: Run, current: Run) -> tuple[list[dict[str, Any]], int]:

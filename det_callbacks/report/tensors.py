@@ -18,7 +18,8 @@ def checkpoint_report(report: "CheckpointReport") -> list[Section]:
         title = f"{two} differ in {count(len(report.entries), 'entry')}"
         return [Section(title=title, style="bold red", code=[*map(_difference, report.entries)])]
     if not report.equal:
-        return [Section(title=mismatch_text(report), style="bold red")]
+        title, *lines = _mismatch(report)
+        return [Section(title=title, style="bold red", code=lines)]
     if report.other is not None:
         also = "" if report.has_same_bytes else "; the files' bytes differ"
         return [Section(title=f"{two} hold the same: {num_entries}{also}", style="green")]
@@ -31,6 +32,10 @@ def checkpoint_report(report: "CheckpointReport") -> list[Section]:
 
 
 def mismatch_text(report: "CheckpointReport") -> str:
+    return "\n".join(_mismatch(report))
+
+
+def _mismatch(report: "CheckpointReport") -> list[str]:
     num_compared = sum(report.sections.values())
     has_only_other_bytes = not report.entries and not report.has_same_bytes
     problem = (
@@ -48,7 +53,7 @@ def mismatch_text(report: "CheckpointReport") -> str:
             "unchecked, and without an exact resume."
         )
     lines.append("Use another checkpoint, or restore this one and the file of its digests from a copy.")
-    return "\n".join(lines)
+    return lines
 
 
 def _difference(entry: "EntryDifference") -> str:

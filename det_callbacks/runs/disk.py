@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import BinaryIO, Literal, Self
 
 from det_callbacks.errors import WriteError
+from det_callbacks.runs.files import open_without_links
 
 ANOTHER_FOLDER: Mapping[str, str] = {
     # purpose of a run -> what names another folder
@@ -58,13 +59,18 @@ def make_folder(path: Path, *, instead: str = _ANY_FOLDER) -> None:
         path.mkdir(parents=True, exist_ok=True)
 
 
+def open_to_write(path: Path, mode: Literal["wb", "ab", "a+b"], *, buffering: int = -1) -> BinaryIO:
+    """Open a file, and never what a link in its place leads to; inside ``writing``."""
+    return open(path, mode, buffering, opener=open_without_links)
+
+
 def replace_atomically(path: Path, content: bytes, *, instead: str = _ANY_FOLDER) -> None:
     """Write a file so that a reader sees its new or its old content."""
     # processes of two nodes may have the same number
     temporary = path.with_name(f".{path.name}.{os.getpid()}{uuid.uuid4().int % 10**9:09d}.tmp")
     with writing(path, instead=instead):
         try:
-            with temporary.open("wb") as file:
+            with open_to_write(temporary, "wb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
@@ -84,7 +90,7 @@ class AppendedFile:
         self._path = path
         self.is_broken = False
         with writing(path):
-            self._file = path.open("wb" if is_new else "ab", buffering=0)
+            self._file = open_to_write(path, "wb" if is_new else "ab", buffering=0)
 
     def write(self, content: bytes) -> int:
         num_bytes = len(content)

@@ -1,10 +1,11 @@
 """The evidence of a process, which explains differences, in a file next to the steps."""
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -12,8 +13,16 @@ import pyarrow as pa
 from det_callbacks.digest.host import digest_bytes, format_digest
 from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.runs.disk import AppendedFile
-from det_callbacks.runs.files import FORMAT_VERSION, READ_ERRORS, damaged
-from det_callbacks.runs.stream import has_regular_end
+from det_callbacks.runs.files import (
+    FORMAT_VERSION,
+    MAX_BYTES,
+    MAX_VALUES,
+    READ_ERRORS,
+    damaged,
+    opened,
+    require_at_most,
+)
+from det_callbacks.runs.stream import END_OF_STREAM, has_regular_end, read_metadata
 
 EVIDENCE_SCHEMA = pa.schema(
     {"step": pa.int64(), **dict.fromkeys(("point", "name"), pa.string()), "value": pa.uint64(), "text": pa.string()}
@@ -52,6 +61,7 @@ PARAMETERS = "parameters"  # how many, and the JSON text of a list of names
 ROWS_PER_BATCH = 512  # after which a record batch is written
 
 _DIGEST = b"digest"
+_RECORD_BATCH = 3  # kind of a message
 
 Filter = Callable[[pa.RecordBatch], np.ndarray]
 
@@ -119,11 +129,16 @@ class EvidenceWriter:
 
 def read_values(stream: Path, run_id: str) -> dict[int, str]:
     """Return the JSON text of arguments by digest, without unreadable ones."""
+    found, num_bytes = dict[int, str](), 0
     try:
-        rows = read_evidence(evidence_path(stream), run_id=run_id, keep=lambda it: _is(it, "point", VALUES))
-        return {row.value: row.text for row in rows}
+        for row in read_evidence(evidence_path(stream), run_id=run_id, keep=lambda it: _is(it, "point", VALUES)):
+            found[row.value] = row.text
+            num_bytes += len(row.text)
+            if num_bytes > MAX_BYTES:  # a recorder keeps far less, MAX_TEXT in trace/op/call_graph.py
+                return {}
     except ReferenceFormatError:
         return {}
+    return found
 
 
 def read_checked(stream: Path, run_id: str, step: int, num_sites: int) -> tuple[frozenset[int], frozenset[int] | None]:
@@ -142,46 +157,113 @@ def _is(batch: pa.RecordBatch, column: str, value: object) -> np.ndarray:
 
 def read_evidence(path: Path, *, run_id: str, keep: Filter | None = None) -> Iterator[Row]:
     """Yield the rows that ``keep`` selects; after a kill, up to the last whole batch; none if there is no file."""
-    if not path.is_file():
+    if not os.path.lexists(path):
         return
-    with path.open("rb") as file:
+    with opened(path) as file:
         try:
-            stream = pa.ipc.open_stream(file)
+            header = read_metadata(file)
+            schema = pa.ipc.read_schema(pa.py_buffer(header))
         except READ_ERRORS as error:
             if _was_killed_in_header(path, run_id):
                 return
             raise damaged(path, f"it does not begin like evidence ({error})") from error
-        if not stream.schema.equals(_schema_of(run_id), check_metadata=True):
-            raise damaged(path, f"it is from a different run, version or kind ({stream.schema.metadata})")
+        if not schema.equals(_schema_of(run_id), check_metadata=True):
+            raise damaged(path, f"it is from a different run, version or kind ({schema.metadata})")
         while True:
             try:
+                message = _read_message(file)
+                if message is None:
+                    break
+                stream = pa.ipc.open_stream(header + message)  # one message alone has no custom metadata
                 batch, metadata = stream.read_next_batch_with_custom_metadata()
                 batch.validate(full=True)
-            except StopIteration:
-                break
-            except READ_ERRORS:
-                if file.read(1):
-                    raise damaged(path, "a record batch in its middle cannot be read") from None
+            except READ_ERRORS as error:
+                if file.read(1) or has_regular_end(path):
+                    raise damaged(path, f"a record batch in its middle cannot be read ({error})") from error
                 break  # a kill interrupted the write
             digest = dict(metadata or {}).get(_DIGEST)
             if any(column.null_count for column in batch.columns) or digest != _digest_batch(batch):
                 raise damaged(path, "a record batch does not match its digest")
             kept = batch if keep is None else batch.filter(pa.array(keep(batch)))
-            yield from map(Row, *(column.to_pylist() for column in kept.columns))
+            for row in map(Row, *(column.to_pylist() for column in kept.columns)):
+                _require_list(path, row)
+                yield row
     if not has_regular_end(path) and _is_fit_complete(path):
         raise damaged(path, "its end is missing, although the steps of its fit are complete")
+
+
+def _require_list(path: Path, row: Row) -> None:
+    """Raise ReferenceFormatError if the text of a row is not the JSON list that it has to be."""
+    if row.point == CHECKED:
+        kind: type[object] = int
+    elif row.name in (CONSTANTS, SCRIPTED) or row.point == PARAMETERS:
+        kind = str
+    elif row.point == VALUES or row.name.startswith(INDICES):
+        kind = object
+    else:
+        return
+    try:
+        content = json.loads(row.text or "[]")
+        if not isinstance(content, list) or not all(isinstance(item, kind) for item in content):
+            raise TypeError(f"it is {row.text[:40]!r}")
+    except READ_ERRORS as error:
+        raise damaged(path, f"{row.name or row.point!r} of step {row.step} is not a list ({error})") from error
+
+
+def _read_message(file: BinaryIO) -> bytes | None:
+    """Return the next record batch, or None at the regular end; EOFError if it is cut, ValueError if it is too large.
+
+    Compressed buffers begin with their size, so that a few bytes may stand for any number of rows.
+    """
+    metadata = read_metadata(file)
+    if metadata in (END_OF_STREAM, b""):
+        return None
+    table = 8 + _number(metadata, 8, 4)  # Message.fbs of the Arrow columnar format
+    kind, batch = _field(metadata, table, 1), _field(metadata, table, 2)
+    if metadata[kind] != _RECORD_BATCH:
+        raise ValueError("it is not a record batch")
+    batch += _number(metadata, batch, 4)
+    num_rows = _number(metadata, _field(metadata, batch, 0), 8)
+    require_at_most(MAX_VALUES, num_rows * len(EVIDENCE_SCHEMA), "values in a record batch")
+    num_bytes = _number(metadata, _field(metadata, table, 3), 8)
+    require_at_most(MAX_BYTES, num_bytes, "bytes in a record batch")
+    body = file.read(num_bytes)
+    if len(body) < num_bytes:
+        raise EOFError("it ends early")
+    buffers = _field(metadata, batch, 2)
+    buffers += _number(metadata, buffers, 4) + 4
+    places = range(buffers, buffers + 16 * min(_number(metadata, buffers - 4, 4), len(metadata) // 16), 16)
+    starts = (_number(metadata, place, 8) for place in places if _number(metadata, place + 8, 8))
+    if _field(metadata, batch, 3):
+        sizes = [_number(body, start, 8) for start in starts]  # -1 if it was not compressed
+        require_at_most(MAX_BYTES, sum(max(0, size) for size in sizes), "bytes in a record batch")
+    return metadata + body
+
+
+def _field(content: bytes, table: int, number: int) -> int:
+    """Return where the field of a FlatBuffer's table is, or 0 if it has its default."""
+    fields = table - _number(content, table, 4)
+    is_known = 4 + 2 * number < _number(content, fields, 2)
+    offset = _number(content, fields + 4 + 2 * number, 2) if is_known else 0
+    return table + offset if offset else 0
+
+
+def _number(content: bytes, start: int, num_bytes: int) -> int:
+    """Return a little-endian number in a message, 0 for a place before its beginning."""
+    return int.from_bytes(content[start : start + num_bytes], "little", signed=True) if start > 0 else 0
 
 
 def _was_killed_in_header(path: Path, run_id: str) -> bool:
     """Return whether a kill came before the first rows: Arrow writes the header only with them."""
     header = _schema_of(run_id).serialize().to_pybytes()
-    return header.startswith(path.read_bytes()) and not _is_fit_complete(path)
+    with opened(path) as file:
+        return header.startswith(file.read(len(header) + 1)) and not _is_fit_complete(path)
 
 
 def _is_fit_complete(path: Path) -> bool:
     """Return whether the steps have their regular end; the evidence is closed before them."""
     steps = path.with_name(path.name.replace(".evidence.", "."))
-    return steps.is_file() and has_regular_end(steps)
+    return os.path.lexists(steps) and has_regular_end(steps)
 
 
 def _schema_of(run_id: str) -> pa.Schema:

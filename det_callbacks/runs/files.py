@@ -1,6 +1,17 @@
-"""The names of a run's files, the version of their format, and the error for a damaged file."""
+"""The names of a run's files, how these are opened, and the error for a damaged file.
 
+A run may come from somebody else: a link in it may lead anywhere, and a size in it may be any number. So nothing
+follows a link in a run's folder, and sizes are compared with limits before anything of that size is read.
+"""
+
+import errno
+import os
+import re
+import stat
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 import pyarrow as pa
@@ -17,8 +28,19 @@ LAYOUTS = "layouts"
 SOURCES = "sources"
 NONDETERMINISTIC_FILE = "nondeterministic_ops.json"
 
+MAX_ROWS = 2_000_000
+"""Sites of a step, and rows of a table: ten times the rows of all programs that a recorder keeps (call_graph.py)."""
+MAX_VALUES = 16 * MAX_ROWS
+"""Values in all columns of a table, or of a record batch of evidence."""
+MAX_BYTES = 1 << 28
+"""Bytes of a JSON file or of a line, and of the text in a table or in a record batch."""
+
+_OF_A_RUN = re.compile(rf"\..*|{MANIFEST}|{PROGRAMS}|{SITES}|{LAYOUTS}|{SOURCES}|rank-.*|verdict\.json|report\.html")
+"""What belongs to a run in its folder, where users may keep other files, too."""
+
 READ_ERRORS = (
-    *(msgspec.MsgspecError, pa.ArrowException, OSError, EOFError, ValueError, KeyError, TypeError, RecursionError),
+    *(msgspec.MsgspecError, pa.ArrowException, OSError, EOFError, RecursionError),
+    *(ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError),
     MemoryError,  # a damaged length may be larger than the memory
 )
 """The errors that reading a damaged file may raise."""
@@ -30,6 +52,77 @@ def damaged(path: Path, what: object) -> ReferenceFormatError:
         "file from a copy.",
         str(path),
     )
+
+
+def open_without_links(path: str, flags: int) -> int:
+    """Open a regular file, for ``open(..., opener=...)``; OSError for a link, a pipe, a device or a folder."""
+    flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # not on Windows
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        if not os.path.islink(path):
+            raise
+        raise OSError(errno.ELOOP, f"it is a link to {os.readlink(path)}", path) from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", path)
+    return descriptor
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a file of a run for reading."""
+    return open(path, "rb", opener=open_without_links)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a file of a run for reading; ReferenceFormatError if that fails."""
+    try:
+        with open_file(path) as file:
+            yield file
+    except OSError as error:
+        raise damaged(path, f"it is missing or cannot be read, although run.json has it ({error})") from error
+
+
+def read_file(path: Path, limit: int = MAX_BYTES) -> bytes:
+    """Return the content of a file of a run; ValueError if it is larger than a run's files are."""
+    with open_file(path) as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        require_at_most(limit, num_bytes, "bytes")
+        return file.read(num_bytes)
+
+
+def require_at_most(limit: int, number: int, what: str) -> None:
+    """Raise ValueError if a file claims more of something than a run has."""
+    if not 0 <= number <= limit:
+        raise ValueError(f"it has {number:,} {what}, and a run has at most {limit:,}")
+
+
+def refuse_links(folder: Path, ranks: Collection[int] | None = None) -> None:
+    """Raise ReferenceFormatError if a run, or what it has of these ranks, contains a link."""
+    wanted = None if ranks is None else {*map(rank_folder, ranks)}
+    waiting = [str(folder)]
+    while waiting:
+        place = waiting.pop()
+        try:
+            entries = [*os.scandir(place)]
+        except (FileNotFoundError, NotADirectoryError):  # there is no run, or another process has removed the folder
+            continue
+        except OSError as error:
+            raise damaged(Path(place), error) from error
+        if place == str(folder):
+            entries = [entry for entry in entries if _OF_A_RUN.fullmatch(entry.name)]
+            if wanted is not None:
+                entries = [one for one in entries if not one.name.startswith("rank-") or one.name in wanted]
+        for entry in entries:
+            if entry.is_symlink():
+                raise ReferenceFormatError(
+                    f"{entry.path} is a link to {os.readlink(entry.path)}, and a run holds no links. It was not "
+                    "followed, and nothing was changed. Remove it, or copy the run without links (cp -rL).",
+                    entry.path,
+                )
+            if entry.is_dir(follow_symlinks=False):
+                waiting.append(entry.path)
 
 
 def table_path(folder: Path, kind: str, identity: int) -> Path:

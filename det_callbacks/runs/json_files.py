@@ -6,7 +6,7 @@ from typing import TypeVar
 import msgspec
 
 from det_callbacks.digest.host import digest_bytes, format_digest
-from det_callbacks.runs.files import READ_ERRORS, damaged
+from det_callbacks.runs.files import READ_ERRORS, damaged, read_file
 
 Content = TypeVar("Content")
 
@@ -14,7 +14,7 @@ Content = TypeVar("Content")
 def read_json(path: Path, kind: type[Content]) -> Content:
     """Return the content of a JSON file; raise ReferenceFormatError, which names a field of the wrong type."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return msgspec.json.decode(read_file(path), type=kind)
     except READ_ERRORS as error:
         raise damaged(path, error) from error
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from det_callbacks.errors import CoverageWarning, RunInUseError
-from det_callbacks.runs.disk import make_folder, writing
+from det_callbacks.runs.disk import make_folder, open_to_write, writing
+from det_callbacks.runs.files import refuse_links
 
 try:
     import fcntl
@@ -44,12 +45,13 @@ class FolderLock:
         On a file system without locks a warning says that a second writer would go unnoticed.
         """
         make_folder(self._folder, instead=instead)
+        refuse_links(self._folder)
         path = self._folder / LOCK_FILE
         if not self.is_held:
             self.release()  # a forked child leaves its parent's lock to the parent
         while self._file is None:
             with writing(path, instead=instead):
-                file = path.open("a+b", buffering=0)
+                file = open_to_write(path, "a+b", buffering=0)
             try:
                 self._lock(file, instead)
                 if os.fstat(file.fileno()).st_nlink:

@@ -14,7 +14,7 @@ from det_callbacks.digest.host import DIGEST_VERSION, digest_bytes, format_diges
 from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError
 from det_callbacks.runs.disk import replace_atomically
 from det_callbacks.runs.environment import EnvironmentEntry
-from det_callbacks.runs.files import FORMAT_VERSION, MANIFEST, damaged
+from det_callbacks.runs.files import FORMAT_VERSION, MANIFEST, READ_ERRORS, damaged
 from det_callbacks.runs.json_files import read_json
 from det_callbacks.runs.selection import Selection
 from det_callbacks.verdict import as_json
@@ -69,12 +69,21 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """Return the content of run.json; an error if it is missing, damaged or has a different version."""
     path = folder / MANIFEST
-    if not os.path.isfile(path):  # Path.is_file raises where the name is too long
+    if not os.path.lexists(path):
         runs = folder.glob(f"*/{MANIFEST}") if os.path.isdir(folder) else ()
         inside = sorted(child.parent.name for child in runs)[:10]
         hint = f"but these folders in it are runs: {', '.join(inside)}" if inside else "record one there first"
         raise ReferenceNotFoundError(f"There is no run in {folder}: it has no {MANIFEST}; {hint}.", str(folder))
     content = read_json(path, dict[str, Any])
+    try:
+        return _manifest_of(content, path)
+    except ReferenceFormatError:
+        raise
+    except READ_ERRORS as error:
+        raise damaged(path, error) from error
+
+
+def _manifest_of(content: dict[str, Any], path: Path) -> Manifest:
     for name, known in (("format_version", FORMAT_VERSION), ("digest_version", DIGEST_VERSION)):
         if content.get(name) != known:
             raise ReferenceFormatError(
@@ -83,13 +92,10 @@ def read_manifest(folder: Path) -> Manifest:
                 str(path),
             )
     if content.pop("digest", None) != _digest(content):
-        raise damaged(path, "its content does not match its digest")
-    try:
-        manifest = msgspec.convert(content, Manifest)
-    except msgspec.ValidationError as error:
-        raise damaged(path, error) from error
+        raise ValueError("its content does not match its digest")
+    manifest = msgspec.convert(content, Manifest)
     if as_json(manifest) != content:
-        raise damaged(path, "it has entries that this version of det_callbacks does not know")
+        raise ValueError("it has entries that this version of det_callbacks does not know")
     return manifest
 
 

@@ -1,11 +1,12 @@
 """The metrics that a run logs on rank 0: after validations, epochs and tests, or between two steps."""
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from det_callbacks.runs.disk import AppendedFile
-from det_callbacks.runs.files import READ_ERRORS, damaged
+from det_callbacks.runs.files import MAX_BYTES, READ_ERRORS, damaged, opened
 from det_callbacks.runs.json_files import seal, unseal
 from det_callbacks.runs.store import Run
 
@@ -116,12 +117,19 @@ def _passes_through(step: int, ends: set[int]) -> bool:
 
 
 def _read(path: Path, run_id: str, *, num_listed: int) -> Iterator[Reading]:
-    content = path.read_bytes() if path.is_file() else b""
-    *lines, _ = content.split(b"\n")  # the last line may be incomplete
-    if len(lines) < num_listed:
-        raise damaged(path, f"run.json has {num_listed} readings, but the file has {len(lines)}")
-    for number, line in enumerate(lines, start=1):
-        try:
-            yield unseal(line, Reading, run_id=run_id)
-        except READ_ERRORS as error:
-            raise damaged(path, f"line {number} is not a reading of metrics ({error})") from error
+    number = 0
+    if os.path.lexists(path):
+        with opened(path) as file:
+            while (line := file.readline(MAX_BYTES)).endswith(b"\n"):  # the last line may be incomplete
+                number += 1
+                try:
+                    reading = unseal(line[:-1], Reading, run_id=run_id)
+                    if reading.where not in WHERE:
+                        raise ValueError(f"it was made at an unknown place, {reading.where!r}")
+                    yield reading
+                except READ_ERRORS as error:
+                    raise damaged(path, f"line {number} is not a reading of metrics ({error})") from error
+            if len(line) == MAX_BYTES:
+                raise damaged(path, f"line {number + 1} has no end")
+    if number < num_listed:
+        raise damaged(path, f"run.json has {num_listed} readings, but the file has {number}")

@@ -7,8 +7,7 @@ import msgspec
 
 from det_callbacks.digest.host import digest_bytes, format_digest
 from det_callbacks.runs.disk import make_folder, replace_atomically
-from det_callbacks.runs.files import SOURCES, damaged
-from det_callbacks.runs.json_files import read_json
+from det_callbacks.runs.files import READ_ERRORS, SOURCES, damaged, read_file
 from det_callbacks.runs.program import without_surrogates
 
 
@@ -25,9 +24,15 @@ def read_source_text(folder: Path) -> dict[str, tuple[str, ...]]:
     """Return the text of source lines, except lines that changed between attempts."""
     found: dict[str, set[tuple[str, ...]]] = {}
     for path in sorted((folder / SOURCES).glob("*.json")):
-        text = read_json(path, dict[str, tuple[str, ...]])
-        if path.stem != format_digest(digest_bytes(path.read_bytes())):
-            raise damaged(path, "its content does not match the digest in its name")
+        try:
+            content = read_file(path)
+            text = msgspec.json.decode(content, type=dict[str, tuple[str, ...]])
+            if path.stem != format_digest(digest_bytes(content)):
+                raise ValueError("its content does not match the digest in its name")
+            if not all(place.rpartition(":")[2].isdecimal() for place in text):
+                raise ValueError("a place in it has no line number")
+        except READ_ERRORS as error:
+            raise damaged(path, error) from error
         for place, lines in text.items():
             found.setdefault(place, set()).add(lines)
     return {place: lines.pop() for place, lines in found.items() if len(lines) == 1}

@@ -1,5 +1,6 @@
 """Reads a run folder, which docs/reference/run-folder.md describes."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
@@ -112,6 +113,7 @@ class Run:
     def __init__(self, path: Path, manifest: Manifest, ranks: Sequence[int] | None = None) -> None:
         self.path = path
         self.manifest = manifest
+        files.refuse_links(path, ranks)
         self.incomplete_reason: str | None = None
         # one by one: a corrupt world size fails at the first missing file
         wanted = (rank for rank in range(manifest.world_size) if ranks is None or rank in ranks)
@@ -166,7 +168,7 @@ class Run:
 
     def nondeterministic_ops(self, rank: int) -> list[NondeterministicOp]:
         path = self.path / files.rank_folder(rank) / files.NONDETERMINISTIC_FILE
-        return read_json(path, list[NondeterministicOp]) if path.exists() else []
+        return read_json(path, list[NondeterministicOp]) if os.path.lexists(path) else []
 
     def source_text(self, line: str) -> tuple[tuple[int, str], ...]:
         """Return the lines around "train.py:41 in forward": ((40, "..."), (41, "..."), (42, "...")); () if unknown."""

@@ -6,8 +6,7 @@ as damage. A step is one ``write`` without fsync, so a kill leaves whole steps a
 
 import os
 import struct
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
@@ -16,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from det_callbacks.digest.host import DIGEST_VERSION
-from det_callbacks.runs.files import FORMAT_VERSION, READ_ERRORS, damaged
+from det_callbacks.runs.files import FORMAT_VERSION, MAX_ROWS, READ_ERRORS, damaged, opened, require_at_most
 from det_callbacks.runs.program import StepRecord, chain_digest
 
 STREAM_SCHEMA = pa.schema(
@@ -48,6 +47,7 @@ _ARRAYS = (7 << 32, *(1, 0) * 6)
 _VALUES = struct.Struct("<qi4xQQQ2i")
 """The body before the digests: step, epoch, program, layout, chain and the offsets of the list."""
 _HEAD_BYTES = 432
+_MAX_METADATA_BYTES = 1 << 16
 _PREFIX_BYTES = _HEAD_BYTES + _VALUES.size
 
 
@@ -75,9 +75,17 @@ def _head_of_step(num_digests: int) -> bytes:
 
 def has_regular_end(path: Path) -> bool:
     """Return whether a file of steps ends with the marker of a fit that ended as it should."""
-    with path.open("rb") as file:
+    with opened(path) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - len(END_OF_STREAM)))
         return file.read() == END_OF_STREAM
+
+
+def read_metadata(file: BinaryIO) -> bytes:
+    """Return the next message of an Arrow IPC stream without its body; less at the end of the file."""
+    start = file.read(8)
+    num_bytes = int.from_bytes(start[4:], "little")
+    require_at_most(_MAX_METADATA_BYTES, num_bytes, "bytes before the body of a message")
+    return start + file.read(num_bytes)
 
 
 def make_fit(rows: Sequence[tuple[int, ...]] = ()) -> Fit:
@@ -96,7 +104,7 @@ class StreamFile:
         self.segment = segment
         self.unfinished: str | None = None
         self.chain_start = 0
-        with self._opened() as file:
+        with opened(path) as file:
             self.num_bytes = os.fstat(file.fileno()).st_size
             self._check_header(file, encode_header(run_id=run_id, rank=rank, attempt=attempt, segment=segment))
             self.rows = self._read_rows(file)
@@ -104,13 +112,13 @@ class StreamFile:
 
     def check_steps(self) -> None:
         """Check every step against the chains."""
-        with self._opened() as file:
+        with opened(self.path) as file:
             for position in range(len(self.rows)):
                 self._read(file, position)
 
     def read(self, position: int) -> StepRecord:
         """Return the step at a position, checked against the chains."""
-        with self._opened() as file:
+        with opened(self.path) as file:
             return self._read(file, position)
 
     def _read(self, file: BinaryIO, position: int) -> StepRecord:
@@ -128,17 +136,9 @@ class StreamFile:
             raise damaged(self.path, f"step {step} does not match its chain")
         return StepRecord(step, epoch, program_id, layout_id, digests, chain, self.segment)
 
-    @contextmanager
-    def _opened(self) -> Iterator[BinaryIO]:
-        try:
-            with self.path.open("rb") as file:
-                yield file
-        except OSError as error:
-            raise damaged(self.path, f"it is missing or cannot be read, although run.json has it ({error})") from error
-
     def _check_header(self, file: BinaryIO, wanted: bytes) -> None:
         try:
-            schema = pa.ipc.read_schema(pa.ipc.read_message(file))
+            schema = pa.ipc.read_schema(pa.py_buffer(read_metadata(file)))
         except READ_ERRORS as error:
             raise damaged(self.path, f"its header cannot be read ({error})") from error
         if not schema.equals(pa.ipc.read_schema(pa.py_buffer(wanted)), check_metadata=True):
@@ -164,30 +164,32 @@ class StreamFile:
             return None
         values: tuple[int, ...] = _VALUES.unpack_from(message, _HEAD_BYTES)
         step, epoch, *_, first, num_digests = values
-        ends_inside = 0 <= 8 * num_digests <= self.num_bytes - start - _PREFIX_BYTES
+        ends_inside = 0 <= 8 * num_digests <= self.num_bytes - start - _PREFIX_BYTES and num_digests <= MAX_ROWS
         is_sensible = ends_inside and step >= 0 and epoch >= 0 and first == 0
         return values if is_sensible and message.startswith(_head_of_step(num_digests)) else None
 
     def _read_end(self, file: BinaryIO) -> str | None:
         """Return why the end of the file is not regular, or None if it is."""
         start = file.tell()
-        rest = file.read()
+        num_bytes = self.num_bytes - start
+        rest = file.read(min(_PREFIX_BYTES, num_bytes))
         if rest == END_OF_STREAM:
             return None
+        file.seek(max(start, self.num_bytes - len(END_OF_STREAM)))
         # A killed writer leaves the beginning of a message, and all messages of a file begin with the same bytes.
-        is_beginning = END_OF_STREAM.startswith(rest) or self._is_torn_step(rest)
-        if not is_beginning or rest.endswith(END_OF_STREAM):
+        is_beginning = END_OF_STREAM.startswith(rest) or self._is_torn_step(rest, num_bytes)
+        if not is_beginning or file.read(len(END_OF_STREAM)) == END_OF_STREAM:
             raise damaged(self.path, f"what comes at byte {start} cannot be read")
         where = f"{self.rows.steps[-1]} is the last whole step" if len(self.rows) else "it holds no whole step"
         torn = "its tail is torn" if rest else "its end-of-stream marker is missing"
         return f"{self.path}: {torn}, the process did not end as it should; {where}."
 
     @staticmethod
-    def _is_torn_step(rest: bytes) -> bool:
+    def _is_torn_step(rest: bytes, num_bytes: int) -> bool:
         at = len(_START)
         if len(rest) < at + 8:
             return _START.startswith(rest[:at])
         num_digests, remainder = divmod(struct.unpack_from("<q", rest, at)[0] - _VALUES.size, 8)
-        if num_digests < 0 or remainder or len(rest) >= _PREFIX_BYTES + 8 * num_digests:
+        if not 0 <= num_digests <= MAX_ROWS or remainder or num_bytes >= _PREFIX_BYTES + 8 * num_digests:
             return False
         return _head_of_step(num_digests).startswith(rest[:_HEAD_BYTES])

@@ -13,15 +13,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from det_callbacks.digest.host import digest_bytes, format_digest
-from det_callbacks.errors import ReferenceFormatError
+from det_callbacks.errors import ReferenceFormatError, WriteError
 from det_callbacks.runs.disk import replace_atomically
 from det_callbacks.runs.files import (
     FORMAT_VERSION,
     LAYOUTS,
+    MAX_BYTES,
+    MAX_ROWS,
+    MAX_VALUES,
     PROGRAMS,
     READ_ERRORS,
     SITES,
     damaged,
+    read_file,
+    require_at_most,
     table_name,
     table_path,
 )
@@ -116,6 +121,8 @@ def _read_sites(path: Path) -> list[SiteRow]:
         digest_of_ids = digest_bytes(np.array(ids, dtype=np.uint64).tobytes())
         if [row.id for row in rows] != ids or table_name(digest_of_ids) != path.name:
             raise ValueError("its content does not match the id in its name")
+        if not all(isinstance(json.loads(text), dict) for text in {row.site.arguments for row in rows}):
+            raise ValueError("the arguments of a site are no JSON object")
         return rows
 
     return _parse_file(path, parse)
@@ -166,12 +173,18 @@ def _program_columns(content: bytes) -> _Columns:
     table = _table_of(content, PROGRAM_SCHEMA)
     counts = json.loads(table.schema.metadata[b"counts"])
     ids, inputs = table.column("site").combine_chunks(), table.column("inputs").combine_chunks()
+    read = inputs.flatten()
+    if ids.null_count or inputs.null_count or read.null_count:
+        raise ValueError("it lacks a value")
+    readers = np.repeat(np.arange(len(ids)), inputs.value_lengths())
+    if np.any(read.to_numpy() < 0) or np.any(read.to_numpy() > readers):
+        raise ValueError("a site reads one that comes after it")
     if table.schema.metadata[b"digest"].decode() != _counts_digest(ids.to_numpy(), counts):
         raise ValueError("its sites or counts do not match its digest")
     return _Columns(
         ids=tuple(ids.to_pylist()),
         num_read=inputs.value_lengths().to_numpy(),
-        read=inputs.flatten().to_numpy(),
+        read=read.to_numpy(),
         counts=msgspec.convert(counts, _Counts),
     )
 
@@ -208,17 +221,26 @@ def _distinct_rows(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
     for column in table.columns:
         values = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()  # combining copies
         if pa.types.is_list(values.type):
-            lengths = np.diff(values.offsets)
-            has_item = np.arange(lengths.max(initial=0)) < lengths[:, None]
-            padded = np.zeros(has_item.shape, dtype=np.int64)
-            padded[has_item] = values.flatten()
-            key_columns = [lengths, *padded.T]
+            bounds = values.offsets.to_numpy()
+            items = values.values[bounds[0] : bounds[-1]].to_numpy().astype(np.uint64)
+            lengths, starts = np.diff(bounds), bounds - bounds[0]
+            places = np.arange(len(items)) - np.repeat(starts[:-1], lengths)
+            totals = np.concatenate(([np.uint64(0)], np.cumsum(_mixed(items, places.astype(np.uint64)))))
+            column_keys = np.diff(totals[starts]) + lengths.astype(np.uint64)
         else:
-            key_columns = [values.dictionary_encode(null_encoding="encode").indices.to_numpy()]
-        for key_column in key_columns:
-            keys = keys * _MULTIPLIER + key_column.astype(np.uint64)
+            column_keys = values.dictionary_encode(null_encoding="encode").indices.to_numpy().astype(np.uint64)
+        keys = _mixed(column_keys, keys)
     _, first_rows, kinds = np.unique(keys, return_index=True, return_inverse=True)
     return first_rows, kinds
+
+
+def _mixed(values: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Return 64 bits that depend on every bit of a value and of its place."""
+    mixed: np.ndarray = (values ^ (places + np.uint64(1)) * _MULTIPLIER) * _MULTIPLIER
+    mixed ^= mixed >> np.uint64(32)
+    mixed *= _MULTIPLIER
+    mixed ^= mixed >> np.uint64(29)
+    return mixed
 
 
 def _write_table(path: Path, schema: pa.Schema, columns: dict[str, Any], **metadata: str) -> None:
@@ -227,13 +249,21 @@ def _write_table(path: Path, schema: pa.Schema, columns: dict[str, Any], **metad
     table = pa.table({**columns, "position": list(range(num_rows))}, schema=schema)
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
-    replace_atomically(path, sink.getvalue().to_pybytes())
+    content = sink.getvalue()
+    try:
+        _check_footer(pq.ParquetFile(pa.BufferReader(content)).metadata)
+        texts = (column.nbytes for column in table.columns if column.type in (pa.string(), pa.list_(pa.string())))
+        require_at_most(MAX_BYTES, sum(texts), "bytes of text")
+    except ValueError as error:
+        text = f"Cannot write {path}: {error}. Record less of a step (level, modules, phases), or make steps shorter."
+        raise WriteError(text, str(path)) from error
+    replace_atomically(path, content.to_pybytes())
 
 
 def _parse_file(path: Path, parse: Callable[[bytes], _Parsed]) -> _Parsed:
     """Return the result of ``parse`` for a file's content; ``parse`` raises ValueError if the content is wrong."""
     try:
-        return parse(path.read_bytes())
+        return parse(read_file(path))
     except ReferenceFormatError:  # from another file, which ``parse`` reads
         raise
     except READ_ERRORS as error:
@@ -243,16 +273,53 @@ def _parse_file(path: Path, parse: Callable[[bytes], _Parsed]) -> _Parsed:
 def _table_of(content: bytes, schema: pa.Schema) -> pa.Table:
     """Return the columns of a table but ``position``; raise ValueError if it is not a whole one of this version."""
     # pq.read_table would load pyarrow.dataset, which takes longer
-    table = pq.ParquetFile(pa.BufferReader(content)).read(use_threads=False)
-    table.validate(full=True)
-    version = (table.schema.metadata or {}).get(b"format_version")
+    paths = {pa.string(): "{}", pa.list_(pa.string()): "{}.list.element"}
+    texts = [paths[field.type].format(field.name) for field in schema if field.type in paths]
+    file = pq.ParquetFile(pa.BufferReader(content), read_dictionary=texts)
+    version = (file.schema_arrow.metadata or {}).get(b"format_version")
     if version != str(FORMAT_VERSION).encode():
         raise ValueError(f"it has format version {version!r} instead of {FORMAT_VERSION}")
-    if not table.schema.equals(schema):
+    if not file.schema_arrow.equals(_with_indices(schema)):
         raise ValueError("its columns are not those of a run")
+    _check_footer(file.metadata)
+    table = file.read(use_threads=False)
+    table.validate(full=True)
+    require_at_most(MAX_BYTES, sum(map(_num_bytes_of_text, table.columns)), "bytes of text")
     if not np.array_equal(table.column("position"), np.arange(len(table))):
         raise ValueError("its rows are not in order")
-    return table.drop_columns(["position"])
+    plain = schema.with_metadata(table.schema.metadata)
+    return table.cast(plain).drop_columns(["position"])
+
+
+def _with_indices(schema: pa.Schema) -> pa.Schema:
+    """Return a schema whose text is read as indices into distinct texts: every row may repeat one long text."""
+    indices = pa.dictionary(pa.int32(), pa.string())
+    types = {pa.string(): indices, pa.list_(pa.string()): pa.list_(indices)}
+    return pa.schema([(field.name, types.get(field.type, field.type)) for field in schema])
+
+
+def _check_footer(footer: pq.FileMetaData) -> None:
+    """Raise ValueError for more than a run has: a few compressed bytes may stand for any number of rows."""
+    groups = [footer.row_group(index) for index in range(footer.num_row_groups)]
+    columns = [group.column(index) for group in groups for index in range(group.num_columns)]
+    sizes: dict[str, tuple[int, list[int]]] = {
+        "rows": (MAX_ROWS, [footer.num_rows, *(group.num_rows for group in groups)]),
+        "values": (MAX_VALUES, [column.num_values for column in columns]),
+        "bytes": (MAX_BYTES, [column.total_uncompressed_size for column in columns]),
+    }
+    for what, (limit, numbers) in sizes.items():
+        require_at_most(limit, sum(numbers), what)
+
+
+def _num_bytes_of_text(column: pa.ChunkedArray) -> int:
+    total = 0
+    for chunk in column.chunks:
+        values = chunk.flatten() if pa.types.is_list(chunk.type) else chunk
+        if pa.types.is_dictionary(values.type):
+            texts = values.dictionary
+            ends = np.frombuffer(texts.buffers()[1], dtype="<i4")[texts.offset : texts.offset + len(texts) + 1]
+            total += int(np.diff(ends)[values.indices.drop_null().to_numpy()].sum(dtype=np.int64))
+    return total
 
 
 def _counts_digest(sites: np.ndarray, counts: Mapping[str, Any]) -> str:

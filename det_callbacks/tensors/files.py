@@ -18,8 +18,8 @@ from typing import Any, Self
 import numpy as np
 
 from det_callbacks.digest.host import digest_bytes, format_digest
-from det_callbacks.runs.disk import make_folder, writing
-from det_callbacks.runs.files import damaged
+from det_callbacks.runs.disk import make_folder, open_to_write, writing
+from det_callbacks.runs.files import MAX_BYTES, READ_ERRORS, damaged, open_file, require_at_most
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Divergence
 
@@ -184,7 +184,7 @@ class StepWriter:
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         with writing(path):
             try:
-                with temporary.open("wb") as file:
+                with open_to_write(temporary, "wb") as file:
                     file.write(len(header).to_bytes(8, "little") + header)
                     for key in order:
                         file.write(tensors[key].bits.data)
@@ -216,7 +216,7 @@ class SavedStep:
     @property
     def exists(self) -> bool:
         """Whether the step saved anything."""
-        return self.path.exists()
+        return os.path.lexists(self.path)
 
     @property
     def entries(self) -> Mapping[str, Mapping[str, Any]]:
@@ -233,12 +233,15 @@ class SavedStep:
         entry, (_, bounds) = dict(self.entries[key]), self._content
         begin, end = bounds[key]
         try:
-            bits = np.fromfile(self.path, dtype=np.uint8, count=end - begin, offset=begin)
-        except OSError as error:
+            with open_file(self.path) as file:
+                bits = np.fromfile(file, dtype=np.uint8, count=end - begin, offset=begin)
+            known = {name: entry.pop(name) for name in ("dtype", "first", "every")}
+            saved = SavedTensor(**known, shape=tuple(entry.pop("shape")), bits=bits, options=entry)
+            if len(bits) % max(1, saved.num_saved):
+                raise ValueError("its elements do not fit its bits")
+        except READ_ERRORS as error:
             raise damaged(self.path, f"{key!r} cannot be read ({error})") from error
-        known = {name: entry.pop(name) for name in ("dtype", "first", "every")}
-        saved = SavedTensor(**known, shape=tuple(entry.pop("shape")), bits=bits, options=entry)
-        if len(bits) != end - begin or format_digest(saved.digest) != entry.pop("digest"):
+        if len(bits) != end - begin or format_digest(saved.digest) != entry.pop("digest", None):
             raise damaged(self.path, f"the bits of {key!r} are not those that were saved")
         return saved
 
@@ -255,26 +258,35 @@ class SavedStep:
         if not self.exists:
             return {"entries": {}, "values": {}}, {}
         try:
-            with self.path.open("rb") as file:
+            with open_file(self.path) as file:
                 num_bytes = os.fstat(file.fileno()).st_size
                 length = int.from_bytes(file.read(8), "little")
-                sections = json.loads(file.read(min(length, num_bytes)))
+                require_at_most(MAX_BYTES, length, "bytes in its header")
+                sections = json.loads(file.read(length))
             metadata = sections.pop("__metadata__")
             text = metadata[_METADATA]
             content = json.loads(text)
             if (version := content["format_version"]) != TENSORS_FORMAT_VERSION:
                 raise ValueError(f"its format version is {version!r}, but this version reads {TENSORS_FORMAT_VERSION}")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            is_sealed = metadata.get(_SEAL) == _seal(text, sections)
+            place = asdict(self.place)
+            found = {name: content[name] for name in place}
+            first = 8 + length
+            bounds = {key: [first + offset for offset in one["data_offsets"]] for key, one in sections.items()}
+            is_inside = all(first <= begin <= end <= num_bytes for begin, end in bounds.values())
+            is_whole = is_inside and num_bytes == first + sum(end - begin for begin, end in bounds.values())
+            is_described = content["entries"].keys() <= bounds.keys() and all(
+                isinstance(one.get("statistics") or {}, dict) for one in content["entries"].values()
+            )
+        except READ_ERRORS as error:
             raise damaged(self.path, f"it is not a safetensors file written by det_callbacks ({error!r})") from error
-        if metadata.get(_SEAL) != _seal(text, sections):
+        if not is_sealed:
             raise damaged(self.path, "its header does not match its digest")
-        place = asdict(self.place)
-        if (found := {name: content[name] for name in place}) != place:
+        if found != place:
             raise damaged(self.path, f"it belongs to another place: {found} instead of {place}")
-        offsets = {key: section["data_offsets"] for key, section in sections.items()}
-        if num_bytes != 8 + length + sum(end - begin for begin, end in offsets.values()):
+        if not is_whole or not is_described:
             raise damaged(self.path, "it is longer or shorter than what it lists")
-        return content, {key: (8 + length + begin, 8 + length + end) for key, (begin, end) in offsets.items()}
+        return content, {key: (begin, end) for key, (begin, end) in bounds.items()}
 
 
 def _seal(text: str, sections: Mapping[str, Any]) -> str:

@@ -20,6 +20,25 @@ _WRITE = re.compile(
     r"""|^\.open\(['"][rb]*[wax+]|^\.replace\([^,=]*\)$"""
 )
 
+# Calls that open a file, and do what a link, a pipe or a device in its place does. ``open_file``, ``read_file`` and
+# ``open_to_write`` do not; whatever reads or writes a folder that may come from somebody else uses them.
+_OPEN = re.compile(r"""^(io\.)?open\(|^os\.open\(|\.(read_bytes|read_text)\(|\.open\(['"]|\.(from|to)file\(""")
+OPENS: Mapping[str, str] = {
+    "det_callbacks/runs/files.py": "is where files of runs are opened",
+    "det_callbacks/runs/disk.py": "is where they are opened for writing",
+    "det_callbacks/tensors/files.py": "fromfile reads what open_file has opened",
+    "det_callbacks/tensors/replay.py": "reads the patterns that the user wrote",
+    "det_callbacks/compare/module_names.py": "reads the names that the user wrote",
+    "det_callbacks/findings/table.py": "reads the project's pyproject.toml",
+    "det_callbacks/cli/parser.py": "reads the project's pyproject.toml",
+    "det_callbacks/cli/check.py": "reads what a script printed into a new folder",
+    "det_callbacks/checkpoint/check.py": "loads the file that the user named, which may be a link",
+    "det_callbacks/digest/host.py": "digests the file that the user named, which may be a link",
+    "det_callbacks/environment/capture.py": "reads the project's own files",
+    "det_callbacks/settings/catalogue.py": "reads /proc",
+    "det_callbacks/integrations/command.py": "exchanges messages in a folder that it has made",
+}
+
 DRAWERS = ("utils", "util", "common", "helpers", "helper", "misc")
 
 # Recipes use public names; who measures or shows the engine itself says so here.
@@ -78,6 +97,20 @@ def unguarded_writes(source: str) -> list[int]:
     return found
 
 
+def opens(source: str) -> list[int]:
+    """Return the lines that open a file in a way that a link, a pipe or a device in its place can use."""
+    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    return [call.lineno for call in calls if _OPEN.search(ast.unparse(call.func) + "(" + _first(call))]
+
+
+def _first(call: ast.Call) -> str:
+    return ast.unparse(call.args[0]) if call.args else ""
+
+
+def test_files_of_a_run_are_opened_in_one_place():
+    assert {path for path, text in sources("det_callbacks").items() if opens(text)} == set(OPENS)
+
+
 def test_each_write_of_the_package_is_one_that_can_fail_well():
     files = sources("det_callbacks")
     assert {path: lines for path, text in files.items() if (lines := unguarded_writes(text))} == {}
@@ -107,4 +140,7 @@ def test_each_rule_finds_what_it_forbids_and_nothing_else():
     writes += "one.replace(other)\ntext.replace('a', 'b')\nrmtree(x)\nshutil.rmtree(x)\n"
     writes += "shutil.rmtree(x, ignore_errors=True)\nRun.open(path)\n"
     assert unguarded_writes(writes) == [1, 6, 7, 10]
+    reads = "open(path)\npath.open('rb')\nRun.open(path)\npath.read_bytes()\nopen_file(path)\nos.open(path, 0)\n"
+    reads += "np.fromfile(path)\nself.open()\npath.read_text()\nmodules.open(sees_ops=True)\nread_text([source])"
+    assert opens(reads) == [1, 2, 4, 6, 7, 9]
     assert private_imports(imports) == ["det_callbacks.digest", "det_callbacks.trace"]

@@ -16,6 +16,7 @@ from det_callbacks.cli import main
 from det_callbacks.digest.components import digest_tensor
 from det_callbacks.digest.host import format_digest
 from det_callbacks.environment.rng import GeneratorStates
+from det_callbacks.errors import WriteError
 
 
 class Thing:
@@ -175,3 +176,22 @@ def test_every_file_of_a_folder_counts(tmp_path):
     path.with_name("x.ckpt.digests.json").unlink()
     with pytest.raises(CheckpointNotFoundError, match=r"nothing to compare .* copy that file and .*\.resume/, too"):
         check_checkpoint(path)
+
+
+@pytest.mark.parametrize("name", ["x.ckpt.digests.json.tmp", "x.ckpt.resume"])
+def test_no_link_next_to_a_checkpoint_is_written_through(tmp_path, name):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "rank-00000.state.tmp").write_text("theirs")
+    place = tmp_path / "x.ckpt"
+    torch.save({}, place)
+    is_folder = name.endswith(".resume")
+    (tmp_path / name).symlink_to(elsewhere if is_folder else elsewhere / "rank-00000.state.tmp")
+    target = files.part_path(place, 0) if is_folder else files.beside(place, files.SIDECAR)
+    with pytest.raises(WriteError, match="is a link to"):
+        files._write(target, b"ours")
+    assert [(one.name, one.read_text()) for one in elsewhere.iterdir()] == [("rank-00000.state.tmp", "theirs")]
+    if is_folder:
+        (elsewhere / target.name).write_text("theirs")
+        with pytest.raises(CheckpointFormatError, match="is a link to"):
+            files._read(target)
