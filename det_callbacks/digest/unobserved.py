@@ -1,9 +1,14 @@
 """Hides the taking of digests from the program."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 from det_callbacks.internals.torch import below_autograd, without_dispatch, without_function_modes, without_transforms
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
 @contextmanager
@@ -11,3 +16,14 @@ def unobserved() -> Iterator[None]:
     """Hide everything inside from torch-function modes, transforms, dispatch modes and autograd."""
     with without_function_modes(), without_transforms(), without_dispatch(), below_autograd():
         yield
+
+
+def hidden(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Hide a function of ours, which reads tensors, from torch-function modes and from classes of tensors."""
+
+    @wraps(function)
+    def ours(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        with without_function_modes():
+            return function(*args, **kwargs)
+
+    return ours

@@ -1,7 +1,7 @@
 """The private names of torch (2.11 to 2.15) except Dynamo's, each with its purpose and what is lost without it."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import attrgetter, methodcaller
 from pathlib import Path
 from types import CodeType, FrameType
@@ -238,6 +238,12 @@ without_dispatch = TORCH.needed(
 without_function_modes = TORCH.needed(
     "torch._C.DisableTorchFunction", "hides the code inside from torch-function modes"
 )
+call_without_torch_function: Callable[..., Any] = TORCH.optional(
+    "torch._C._skip_one_hop_torch_function",
+    "calls an op again as torch would go on with it, below torch functions",
+    without=lambda function, types, args, kwargs: function(*args, **kwargs),
+    lost="torch functions of the program also see the ops that run Python code, at level op",
+)
 without_transforms = TORCH.needed("torch._C._DisableFuncTorch", "hides the code inside from torch.func")
 below_autograd = TORCH.needed("torch._C._AutoDispatchBelowAutograd", "hides the code inside from autograd")
 without_autocast = TORCH.needed("torch._C._DisableAutocast", "runs ops without autocast")
@@ -285,6 +291,11 @@ def kernel_of(func: Any) -> Callable[..., Any]:
     return kernel
 
 
+def pass_on(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an op that a mode does not handle, unseen by torch functions, as without the mode."""
+    return call_without_torch_function(kernel_of(func), (), args, kwargs)
+
+
 def call_composite(func: Any, *args: Any, **kwargs: Any) -> Any:
     return _call_with_key(func)(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
@@ -315,6 +326,20 @@ PARAMETERS = TORCH.name_of(
 )
 BUFFERS = TORCH.name_of("torch.nn.Module._buffers", "the dictionary of its buffers", example=_A_MODULE)
 CHILDREN = TORCH.name_of("torch.nn.Module._modules", "the dictionary of its submodules", example=_A_MODULE)
+
+
+def modules_in(root: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield what ``nn.Module.named_modules`` yields, without that method, which a class may replace."""
+    waiting, seen = [(name, root)], set[int]()
+    while waiting:
+        name, module = waiting.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            yield name, module
+            children = ((key, child) for key, child in getattr(module, CHILDREN).items() if child is not None)
+            waiting += reversed([(f"{name}.{key}" if name else key, child) for key, child in children])
+
+
 DDP_IGNORED = "_ddp_params_and_buffers_to_ignore"  # attribute of a module: names that DDP ignores
 left_out_of_state: Callable[[nn.Module], set[str]] = attrgetter(
     TORCH.name_of(

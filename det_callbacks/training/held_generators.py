@@ -13,6 +13,7 @@ import torch
 
 from det_callbacks.environment.rng import HELD_TYPES, Held, is_default
 from det_callbacks.internals.torch import CHILDREN, DataLoaderIter
+from det_callbacks.trace.state.leaves import attributes_of, shown
 
 MAX_OBJECTS = 20_000
 """Limit on visited objects; takes about 20 milliseconds."""
@@ -54,21 +55,22 @@ def find_generators(roots: Mapping[str, object], *, left: tuple[type, ...] = ())
 
 
 def _inside(value: Any) -> Iterator[tuple[str, object]]:
-    if isinstance(value, Mapping | list | tuple | set | frozenset | deque):
-        if len(value) <= MAX_ITEMS:
-            items = value.items() if isinstance(value, Mapping) else enumerate(value)
-            yield from ((f"[{key!r}]", item) for key, item in items)
-        return
+    """Yield what an object stores; its methods and properties, which are the program's code, do not run."""
+    kind = type(value)
+    for container in (dict, list, tuple, set, frozenset, deque):
+        if issubclass(kind, container):
+            if container.__len__(value) <= MAX_ITEMS:
+                items = dict.items(value) if container is dict else enumerate(container.__iter__(value))
+                yield from ((f"[{shown(key)}]", item) for key, item in items)
+            return
     if isinstance(value, types.FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             with suppress(ValueError):  # not set yet
                 yield f".{name}", cell.cell_contents
         return
     names = ("func", "args", "keywords") if isinstance(value, functools.partial) else ("__self__",)
-    if not isinstance(value, functools.partial | types.MethodType):
-        slots = (kind.__dict__.get("__slots__", ()) for kind in type(value).__mro__)
-        names = tuple(name for several in slots for name in several if hasattr(value, name))
-    found = {**getattr(value, "__dict__", {}), **{name: getattr(value, name) for name in names}}
+    is_wrapper = isinstance(value, functools.partial | types.MethodType)
+    found = attributes_of(value) | ({name: getattr(value, name) for name in names} if is_wrapper else {})
     if isinstance(value, torch.nn.Module):
         found |= dict(found.pop(CHILDREN, {}).items())  # not a dictionary in a scripted module
     yield from ((f".{name}", item) for name, item in found.items())

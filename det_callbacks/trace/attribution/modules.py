@@ -20,6 +20,7 @@ from det_callbacks.internals.torch import (
     global_hooks,
     global_pre_hooks,
     graph_task_id,
+    modules_in,
 )
 from det_callbacks.trace.attribution.engine import frames_above_engine
 from det_callbacks.trace.dispatch import runs_uncompiled
@@ -130,7 +131,7 @@ class ModuleStack(ModuleCalls):
         return [scope.module for scope in self._scopes.values()]
 
     def _refresh(self, root: nn.Module, prefix: str) -> None:
-        for name, module in root.named_modules(prefix=prefix):
+        for name, module in modules_in(root, prefix):
             if id(module) not in self._scopes:
                 self._scopes[id(module)] = OpScope(module=name)
                 self._modules.append(module)  # so that its id is not reused

@@ -11,6 +11,7 @@ from torch import Tensor
 from det_callbacks.digest.components import tensor_bits
 from det_callbacks.digest.device.deferred import Bits
 from det_callbacks.digest.host import digest_spans
+from det_callbacks.digest.unobserved import hidden
 from det_callbacks.internals.torch import storage_address
 from det_callbacks.runs.program import AFTER_STEP, IN_FLIGHT, Role, Site, SiteRow, scalar_bits
 from det_callbacks.trace.attribution.backward import scope_in
@@ -221,6 +222,7 @@ class ModuleOutputs:
         self._open_token = None
         self._places.modules.on_output = None
 
+    @hidden
     def _record(self, module: str, output: Any) -> None:
         places = self._places
         phase, scope = places.phase, scope_in(module, recomputed=False)
@@ -239,8 +241,9 @@ class ModuleOutputs:
             if is_followed and inner is tensor and tensor.requires_grad and not has_parts(tensor):
                 tensor.register_hook(partial(self._record_gradient, self._open_token, module, f"grad of {name}"))
 
+    @hidden
     def _record_gradient(self, token: object, module: str, name: str, gradient: Tensor | None) -> None:
         # None is a zero gradient that autograd did not materialise
         if gradient is not None and token is self._open_token:
             with self._lock:
-                self._named.record_output("backward", module, name, gradient)
+                self._named.record_output("backward", module, name, unwrapped(gradient))

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from det_callbacks.internals.torch import CHILDREN
+from det_callbacks.internals.torch import CHILDREN, modules_in
 from det_callbacks.trace.state.leaves import flatten
 
 Entry = tuple[str, Tensor | int | float | bool]
@@ -27,7 +27,7 @@ class StateWalker:
         if not self._is_known():
             self._modules = [
                 (f"{name}." if name else "", module, _children_of(module))
-                for name, module in self._root.named_modules()
+                for name, module in modules_in(self._root)
             ]
         known = set()
         entries: list[tuple[str, Tensor]] = []
