@@ -5,7 +5,14 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
-from det_callbacks.internals.torch import below_autograd, without_dispatch, without_function_modes, without_transforms
+from det_callbacks.internals.torch import (
+    below_autograd,
+    set_jit_tracer,
+    jit_tracer,
+    without_dispatch,
+    without_function_modes,
+    without_transforms,
+)
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -19,11 +26,18 @@ def unobserved() -> Iterator[None]:
 
 
 def hidden(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Hide a function of ours, which reads tensors, from torch-function modes and from classes of tensors."""
+    """Hide a function of ours, which reads tensors, from torch functions and from ``torch.jit.trace``."""
 
     @wraps(function)
     def ours(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        tracer = jit_tracer()
         with without_function_modes():
-            return function(*args, **kwargs)
+            if tracer is None:
+                return function(*args, **kwargs)
+            set_jit_tracer(None)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                set_jit_tracer(tracer)
 
     return ours

@@ -192,6 +192,12 @@ is_transformed: Callable[[Tensor], bool] = TORCH.needed(
 is_grad_tracking: Callable[[Tensor], bool] = TORCH.needed(
     "torch._C._functorch.is_gradtrackingtensor", "whether torch.func.grad has wrapped it"
 )
+is_batched: Callable[[Tensor], bool] = TORCH.optional(
+    "torch._C._functorch.is_legacy_batchedtensor",
+    "whether torch.autograd.grad with is_grads_batched has wrapped it, which hides its memory",
+    without=lambda tensor: False,
+    lost="a gradient of batched gradients ends the recording",
+)
 untransformed: Callable[[Tensor], Tensor] = TORCH.needed("torch._C._functorch.get_unwrapped", "the tensor inside")
 MKLDNN = TORCH.optional(
     "torch._mkldnn",
@@ -243,6 +249,15 @@ call_without_torch_function: Callable[..., Any] = TORCH.optional(
     "calls an op again as torch would go on with it, below torch functions",
     without=lambda function, types, args, kwargs: function(*args, **kwargs),
     lost="torch functions of the program also see the ops that run Python code, at level op",
+)
+jit_tracer: Callable[[], Any] = TORCH.optional(
+    "torch._C._get_tracing_state",
+    "the running torch.jit.trace, for which the size of a tensor is a tensor",
+    without=lambda: None,
+    lost="torch.jit.trace inside a step ends the recording",
+)
+set_jit_tracer: Callable[[Any], None] = TORCH.optional(
+    "torch._C._set_tracing_state", "hides the code between two calls from torch.jit.trace", lost="likewise"
 )
 without_transforms = TORCH.needed("torch._C._DisableFuncTorch", "hides the code inside from torch.func")
 below_autograd = TORCH.needed("torch._C._AutoDispatchBelowAutograd", "hides the code inside from autograd")

@@ -12,7 +12,7 @@ from det_callbacks.digest.components import tensor_bits
 from det_callbacks.digest.device.deferred import Bits
 from det_callbacks.digest.host import digest_spans
 from det_callbacks.digest.unobserved import hidden
-from det_callbacks.internals.torch import storage_address
+from det_callbacks.internals.torch import is_batched, storage_address
 from det_callbacks.runs.program import AFTER_STEP, IN_FLIGHT, Role, Site, SiteRow, scalar_bits
 from det_callbacks.trace.attribution.backward import scope_in
 from det_callbacks.trace.attribution.places import Places
@@ -20,7 +20,7 @@ from det_callbacks.trace.attribution.tensor_names import Addresses, addresses_of
 from det_callbacks.trace.collectives import Collectives
 from det_callbacks.trace.compiled.captures import GraphCaptures
 from det_callbacks.trace.op.call_graph import CallNode, SharedRows
-from det_callbacks.trace.op.components import PLAIN, STRIDED, address_of, has_parts, holds_data, unwrapped
+from det_callbacks.trace.op.components import PLAIN, STRIDED, address_of, has_parts, unwrapped
 from det_callbacks.trace.op.layouts import LayoutSlot
 from det_callbacks.trace.op.sites import SpecialName
 from det_callbacks.trace.op.storages import PartialWrites
@@ -112,7 +112,7 @@ class NamedSites:
             elif not isinstance(value, Tensor):
                 slot = value.slot if isinstance(value, Derived) else layouts.special(scalar_bits(value)[1])
                 others.append((len(names), value))
-            elif not holds_data(value):
+            elif not step.holds_data(value):
                 continue
             elif self._collectives.arrive(value):  # also a plain tensor of which several sites wrote parts
                 edges, slot = step.writers_of(value), layouts.of(value)
@@ -147,9 +147,11 @@ class NamedSites:
     def record_output(self, phase: str, module: str, name: str, tensor: Tensor) -> None:
         """Record an output of a module or its gradient, unless it has no data or a collective is still pending."""
         step = self._step
-        if not holds_data(tensor) or self._captures.is_captured():
+        if not step.holds_data(tensor) or self._captures.is_captured():
             return
-        if not self._collectives.arrive(tensor):
+        if is_batched(tensor):
+            step.counts.skipped["batched"] += 1
+        elif not self._collectives.arrive(tensor):
             step.counts.skipped["in_flight"] += 1
         else:
             reads = step.writers_of(tensor)
