@@ -56,6 +56,10 @@ _run_backward = TORCH.optional(
     lost="ops of autograd's formulas look like ops of hooks, and have no source line",
 )
 RUN_BACKWARD: CodeType | None = None if _run_backward is None else _run_backward.__code__
+BACKWARD = TORCH.name_of(
+    "torch.autograd._engine_run_backward",
+    "what torch.autograd.backward calls; around that function itself, its warnings would name our line",
+)
 _call_module = TORCH.optional(
     "torch.nn.Module._call_impl",
     "the frame of every call of a module",

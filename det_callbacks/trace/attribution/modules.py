@@ -5,6 +5,7 @@ stack shows what activation checkpointing recomputes (torch 2.13).
 """
 
 import re
+import sys
 import warnings
 from collections.abc import Callable
 from threading import local
@@ -93,6 +94,10 @@ class ModuleStack(ModuleCalls):
         self._has_refreshed = False
         if self._root is not None and not self._scopes:
             self._refresh(self._root, "")
+        # a call of a module with hooks takes four frames of Python instead of three, and our own hooks take some
+        before = sys.getrecursionlimit()
+        self._recursion_limits = before, before * 4 // 3 + 100
+        sys.setrecursionlimit(self._recursion_limits[1])
         # register_module_forward_hook uses a new key each time, so that Dynamo, which guards keys, would recompile
         key = -1
         while key in global_hooks or key in global_pre_hooks:
@@ -116,6 +121,9 @@ class ModuleStack(ModuleCalls):
         self._key = None
         self._here = _Here()
         self.clear()
+        before, ours = self._recursion_limits
+        if sys.getrecursionlimit() == ours:  # the program has not set it since
+            sys.setrecursionlimit(before)
 
     def call_at_next(self, function: Callable[[], None]) -> None:
         self._at_next = function

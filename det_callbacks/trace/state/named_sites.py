@@ -1,6 +1,6 @@
 """Sites of named tensors: state, batch, loss, gradients, outputs of modules."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from threading import RLock
 from typing import Any, NamedTuple
@@ -241,7 +241,12 @@ class ModuleOutputs:
                 with self._lock:
                     self._named.record_output(phase, module, name, inner)
             if is_followed and inner is tensor and tensor.requires_grad and not has_parts(tensor):
-                tensor.register_hook(partial(self._record_gradient, self._open_token, module, f"grad of {name}"))
+                receive = partial(self._record_gradient, self._open_token, module, f"grad of {name}")
+                if tensor.grad_fn is None:
+                    tensor.register_hook(receive)
+                else:  # a hook of the tensor itself would be among those that the program sees
+                    number = tensor.output_nr
+                    tensor.grad_fn.register_prehook(partial(_pass_one, receive, number))
 
     @hidden
     def _record_gradient(self, token: object, module: str, name: str, gradient: Tensor | None) -> None:
@@ -249,3 +254,7 @@ class ModuleOutputs:
         if gradient is not None and token is self._open_token:
             with self._lock:
                 self._named.record_output("backward", module, name, unwrapped(gradient))
+
+
+def _pass_one(receive: Callable[[Tensor | None], None], number: int, gradients: Sequence[Tensor | None]) -> None:
+    receive(gradients[number])
