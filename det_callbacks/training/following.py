@@ -7,6 +7,7 @@ from typing import Any
 from typing_extensions import override
 
 from det_callbacks.audit.result import AuditReport
+from det_callbacks.digest.unobserved import hidden
 from det_callbacks.errors import DetCallbacksError, WriteError
 from det_callbacks.internals.torch import modules_in
 from det_callbacks.internals.versions import newer_than_tested
@@ -94,6 +95,7 @@ class FollowedRun(RunArguments):
             self._training.print_line(f"det_callbacks: {line}")
         self._begin(is_resumed=is_resumed)
 
+    @hidden
     def _begin(self, **options: Any) -> None:
         session, training = self._session, self._training
         session.print_line = training.print_line

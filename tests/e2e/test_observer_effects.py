@@ -18,11 +18,12 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -36,7 +37,9 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import BatchSampler, DataLoader, Dataset, TensorDataset, get_worker_info
 
-from det_callbacks import TrainingRun
+from trainers import LIGHTNING_ADVICE, quiet_trainer
+
+from det_callbacks import DeterminismCallback, TrainingRun
 from det_callbacks.runs.store import Run
 from det_callbacks.trace.hash_mode import HashMode
 
@@ -197,19 +200,19 @@ class Passing(TorchDispatchMode):
 class Hiding(Tensor):
     """A wrapper without ``__tensor_flatten__``."""
 
-    inner: Tensor
+    held: Tensor
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> "Hiding":
         return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, requires_grad=inner.requires_grad)
 
     def __init__(self, inner: Tensor) -> None:
-        self.inner = inner
+        self.held = inner
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         CALLS[f"hiding {func}"] += 1
-        args, kwargs = tree_map_only(Hiding, lambda one: one.inner, (args, kwargs or {}))
+        args, kwargs = tree_map_only(Hiding, lambda one: one.held, (args, kwargs or {}))
         return tree_map_only(Tensor, cls, func(*args, **kwargs))
 
 
@@ -489,7 +492,7 @@ def saved_on_cpu(model: nn.Module, batch: Any) -> Tensor:
 
 def hiding(model: nn.Module, batch: Any) -> Tensor:
     wrapped = Hiding(batch)
-    return loss_of(model, (torch.tanh(wrapped * 2) + wrapped).inner)
+    return loss_of(model, (torch.tanh(wrapped * 2) + wrapped).held)
 
 
 def two_tensors(model: nn.Module, batch: Any) -> Tensor:
@@ -588,6 +591,109 @@ def function(model: nn.Module, batch: Any) -> Tensor:
     return checkpoint(model, batch, use_reentrant=False).mean() + hooked.mean()
 
 
+def with_saved_hooks(model: nn.Module, batch: Any) -> Tensor:
+    def keep(tensor: Tensor) -> Tensor:
+        noted("saved")
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, keep):
+        output = model(batch)
+    handle = torch.autograd.graph.register_multi_grad_hook([output], lambda _: noted("multi-grad hook"))
+    (gradient,) = torch.autograd.grad(output.sum(), model[0].weight, create_graph=True)
+    handle.remove()
+    loss: Tensor = gradient.square().sum() + output.square().mean()
+    return loss
+
+
+def with_dual_numbers(model: nn.Module, batch: Any) -> None:
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(batch, torch.ones_like(batch))
+        SEEN.append(torch.autograd.forward_ad.unpack_dual(model(dual)).tangent.sum().item())
+
+
+def with_other_values(model: nn.Module, batch: Any) -> Tensor:
+    """Parameters are computed, as in meta-learning, and the gradients of a step flow through them."""
+    parameters = {name: 2 * value for name, value in nn.Module.named_parameters(model)}
+    loss: Tensor = torch.func.functional_call(model, parameters, (batch,)).square().mean()
+    return loss
+
+
+def drawn_in_vmap(model: nn.Module, batch: Any) -> None:
+    def dropped(x: Tensor) -> Tensor:
+        return nn.functional.dropout(model(x), 0.5)
+
+    SEEN.append(torch.vmap(dropped, randomness="different")(batch).sum().item())
+
+
+def written_in_place(model: nn.Module, batch: Any) -> Tensor:
+    output = model(batch)
+    output.mul_(2)
+    output[0] = 1
+    output.register_hook(lambda _: noted("hook"))
+    loss: Tensor = output.square().mean()
+    return loss
+
+
+def several(model: nn.Module, batch: Any) -> Tensor:
+    """Outputs of which some get no gradient, an output that is a leaf, and one that is given twice."""
+    first, second = model(batch)
+    SEEN.append((first._backward_hooks, second._backward_hooks, first is second))
+    return first.mean()
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.leaf = Halves(), Leaf()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = self.both(x)
+        return first + self.leaf(x), second
+
+
+class Halves(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x).chunk(2, dim=1)
+
+
+class Leaf(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight
+
+
+def of_class(kind: Any) -> Callable[[], nn.Module]:
+    """Return a maker of models whose first weight has a class of its own."""
+
+    def make() -> nn.Module:
+        model = network()
+        wrapped = kind(model[0].weight.detach())
+        model[0].weight = nn.Parameter(wrapped)
+        return model
+
+    return make
+
+
+def deepest(model: nn.Module, batch: Any) -> None:
+    """As deep as the program can go, with the limit that it sees."""
+    used = 0
+    frame: Any = sys._getframe()
+    while frame is not None:
+        used, frame = used + 1, frame.f_back
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(used + 120)
+    try:
+        SEEN.append(model(batch).sum().item())
+    finally:
+        sys.setrecursionlimit(before)
+
+
 ONES = torch.ones(3, 4)
 
 
@@ -655,6 +761,16 @@ CASES: dict[str, dict[str, Any]] = {
     "saved tensors on the CPU": {"step": saved_on_cpu},
     "a wrapper without inner tensors": {"step": hiding},
     "a wrapper": {"step": two_tensors},
+    "hooks of saved tensors": {"step": with_saved_hooks},
+    "dual numbers": {"step": before(with_dual_numbers)},
+    "computed parameters": {"step": with_other_values},
+    "randomness in vmap": {"step": before(drawn_in_vmap)},
+    "writes in place": {"step": written_in_place},
+    "several outputs": {"model": Two, "step": several},
+    "a class of weights": {"model": of_class(lambda value: value.as_subclass(Sub))},
+    "wrapped weights": {"model": of_class(lambda value: TwoTensor(value, value.clone()))},
+    "weights of a class that hides them": {"model": of_class(Hiding)},
+    "a low recursion limit": {"step": before(deepest)},
     "a generator in forward": {"step": generated},
     "weak references": {"step": before(finalised)},
     "signals": {"step": signalled},
@@ -665,8 +781,58 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+def values_in(parameter: Any) -> Any:
+    plain = getattr(parameter, "held", getattr(parameter, "a", parameter))
+    with torch._C.DisableTorchFunction():
+        return plain.detach().clone().as_subclass(Tensor).tolist()
+
+
 def train(case: Mapping[str, Any], record: Callable[..., Any] | None = None) -> dict[str, Any]:
-    """Train three steps; ``record`` makes a recorder of a model and an optimizer. Return all that the program sees."""
+    """Train three steps; ``record`` makes a recorder of a model and an optimizer."""
+
+    def loop(model: nn.Module, optimizer: Any, loader: Any, step: Step) -> None:
+        with nullcontext() if record is None else record(model, optimizer) as run:
+            for batch in loader if run is None else run.batches(loader):
+                with nullcontext() if run is None else run.step(batch):
+                    step(model, batch).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    return outcome(case, loop)
+
+
+class Batches:
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+class Lit(pl.LightningModule):
+    def __init__(self, model: nn.Module, optimizer: Any, step: Step) -> None:
+        super().__init__()
+        self.model, self.optimizer, self.step = model, optimizer, step
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.step(self.model, batch)
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer
+
+
+def fit(case: Mapping[str, Any], *callbacks: DeterminismCallback) -> dict[str, Any]:
+    """Train three steps in a Trainer."""
+
+    def loop(model: nn.Module, optimizer: Any, loader: Any, step: Step) -> None:
+        batches = Batches(loader) if isinstance(loader, list) else loader  # Lightning takes a list for several loaders
+        quiet_trainer(*callbacks).fit(Lit(model, optimizer, step), batches)
+
+    return outcome(case, loop)
+
+
+def outcome(case: Mapping[str, Any], loop: Callable[[nn.Module, Any, Any, Step], object]) -> dict[str, Any]:
+    """Return all that the program sees of a loop."""
     CALLS.clear()
     SEEN.clear()
     for seed in (random.seed, np.random.seed, torch.manual_seed):
@@ -679,21 +845,16 @@ def train(case: Mapping[str, Any], record: Callable[..., Any] | None = None) -> 
     environment = dict(os.environ)
     CALLS.clear()
     try:
-        with ExitStack() as stack, warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("default")
-            run = None if record is None else stack.enter_context(record(model, optimizer))
-            for batch in loader if run is None else run.batches(loader):
-                with nullcontext() if run is None else run.step(batch):
-                    step(model, batch).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
+            loop(model, optimizer, loader, step)
     finally:
         os.environ.update(environment)
     return {
         "calls": dict(CALLS),
         "seen": list(SEEN),
         "warnings": [(one.category, str(one.message), one.filename, one.lineno) for one in caught],
-        "weights": [parameter.detach().clone().tolist() for parameter in nn.Module.parameters(model)],
+        "weights": [values_in(parameter) for parameter in nn.Module.parameters(model)],
         "torch": torch.get_rng_state().tolist(),
         "python": random.getstate(),
         "numpy": np.random.get_state()[1].tolist(),
@@ -728,6 +889,17 @@ def assert_same(alone: Mapping[str, Any], recorded: Mapping[str, Any]) -> None:
         assert recorded[name] == value, name
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("around", [Seeing, Passing])
+def test_modes_around_a_recorded_training_see_the_same_training(around, level, tmp_path):
+    def inside(record: Any = None) -> dict[str, Any]:
+        with around():
+            return train({"step": function}, record)
+
+    inside()
+    assert_same(inside(), inside(partial(in_run, tmp_path, level)))
+
+
 @pytest.mark.parametrize("how", [*LEVELS, "mode"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_recorded_training_is_the_same_training(name, how, tmp_path):
@@ -735,3 +907,20 @@ def test_a_recorded_training_is_the_same_training(name, how, tmp_path):
     train(case)  # what torch does once in a process
     alone = train(case)
     assert_same(alone, train(case, in_mode if how == "mode" else partial(in_run, tmp_path, how)))
+
+
+@LIGHTNING_ADVICE
+@pytest.mark.parametrize(
+    ("name", "level"),
+    [
+        *(("properties", level) for level in LEVELS),
+        *(("hooks", "module"), ("a function mode", "op"), ("a class of tensors", "op"), ("parametrizations", "state")),
+        *(("a module's methods", "op"), ("an optimizer's methods", "op"), ("a data set and its loader", "op")),
+        *(("torch.jit.trace", "op"), ("a vectorised jacobian", "op"), ("a wrapper without inner tensors", "op")),
+    ],
+)
+def test_a_recorded_fit_is_the_same_fit(name, level, tmp_path):
+    case = CASES[name]
+    fit(case)
+    alone = fit(case)
+    assert_same(alone, fit(case, DeterminismCallback(tmp_path / "run", mode="record", level=level)))
