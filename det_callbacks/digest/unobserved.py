@@ -7,8 +7,8 @@ from typing import ParamSpec, TypeVar
 
 from det_callbacks.internals.torch import (
     below_autograd,
-    set_jit_tracer,
     jit_tracer,
+    set_jit_tracer,
     without_dispatch,
     without_function_modes,
     without_transforms,

@@ -19,7 +19,7 @@ def wrapper_of(before: Callable[..., Any], call: Callable[..., Any]) -> Callable
 
 
 def subclass_of(base: Any, **methods: Any) -> Any:
-    """Return a subclass of the same name, for ``put``; its instances are pickled and copied as instances of ``base``."""
+    """Return a subclass of the same name, for ``put``; instances are pickled and copied as instances of ``base``."""
 
     def reduce(self: Any, _protocol: Any) -> Any:
         ours, self.__class__ = self.__class__, base

@@ -11,8 +11,8 @@ from det_callbacks.internals import dynamo
 from det_callbacks.internals.torch import (
     TorchDispatchMode,
     call_composite,
-    current_mode,
     call_without_torch_function,
+    current_mode,
     has_kernel_for,
     pass_on,
     pop_mode,

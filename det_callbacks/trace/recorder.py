@@ -294,7 +294,7 @@ class Recorder:
             graph.labels += node.shared.labels
         else:
             # calls without data get no node, so only an unknown call can lack data
-            if outputs and not any([step.holds_data(output) for output in outputs]):
+            if outputs and not any(map(step.holds_data, outputs)):
                 self._reads.roll_back(first_site)
                 step.counts.skipped["no_data"] += 1
                 return out

@@ -53,7 +53,9 @@ def find_generators(roots: Mapping[str, object], *, left: tuple[type, ...] = ())
         seen[id(value)] = value
         if not issubclass(kind, HELD_TYPES):
             pending.extend((path + suffix, item) for suffix, item in _inside(value))
-        elif not issubclass(kind, random.SystemRandom) and not (issubclass(kind, torch.Generator) and is_default(value)):
+        elif not issubclass(kind, random.SystemRandom) and not (
+            issubclass(kind, torch.Generator) and is_default(value)
+        ):
             found[path] = value
     return found
 

@@ -110,7 +110,7 @@ def shown(key: Any) -> str:
             return kind.__repr__(key)
     if type(key) is tuple:
         return f"({', '.join(map(shown, key))})"
-    return f"{type(key).__qualname__}.{key._name_}" if issubclass(type(key), Enum) else type(key).__qualname__
+    return f"{type(key).__qualname__}.{key.name}" if issubclass(type(key), Enum) else type(key).__qualname__
 
 
 def _members(kind: type, attributes: Mapping[str, Any], name: str, *, is_whole: bool) -> list[tuple[str, Any]]:

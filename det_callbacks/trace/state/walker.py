@@ -26,8 +26,7 @@ class StateWalker:
         """Return (name, tensor) pairs from the attributes ``kinds`` of the modules, "_parameters" or "_buffers"."""
         if not self._is_known():
             self._modules = [
-                (f"{name}." if name else "", module, _children_of(module))
-                for name, module in modules_in(self._root)
+                (f"{name}." if name else "", module, _children_of(module)) for name, module in modules_in(self._root)
             ]
         known = set()
         entries: list[tuple[str, Tensor]] = []
