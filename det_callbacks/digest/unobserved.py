@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
+from det_callbacks.internals import dynamo
 from det_callbacks.internals.torch import (
     below_autograd,
     jit_tracer,
@@ -28,7 +29,6 @@ def unobserved() -> Iterator[None]:
 def hidden(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """Hide a function of ours, which reads tensors, from torch functions and from ``torch.jit.trace``."""
 
-    @wraps(function)
     def ours(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         tracer = jit_tracer()
         with without_function_modes():
@@ -40,4 +40,5 @@ def hidden(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Res
             finally:
                 set_jit_tracer(tracer)
 
-    return ours
+    dynamo.skip(ours.__code__)
+    return wraps(function)(ours)

@@ -1,6 +1,6 @@
 """Sites of named tensors: state, batch, loss, gradients, outputs of modules."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from threading import RLock
 from typing import Any, NamedTuple
@@ -241,20 +241,16 @@ class ModuleOutputs:
                 with self._lock:
                     self._named.record_output(phase, module, name, inner)
             if is_followed and inner is tensor and tensor.requires_grad and not has_parts(tensor):
-                receive = partial(self._record_gradient, self._open_token, module, f"grad of {name}")
-                if tensor.grad_fn is None:
-                    tensor.register_hook(receive)
-                else:  # a hook of the tensor itself would be among those that the program sees
-                    number = tensor.output_nr
-                    tensor.grad_fn.register_prehook(partial(_pass_one, receive, number))
+                node = tensor.grad_fn
+                number = None if node is None else tensor.output_nr
+                receive = partial(self._record_gradient, self._open_token, module, f"grad of {name}", number)
+                # a hook of the tensor would be among those that the program sees; a leaf has no node
+                (tensor.register_hook if node is None else node.register_prehook)(receive)
 
     @hidden
-    def _record_gradient(self, token: object, module: str, name: str, gradient: Tensor | None) -> None:
+    def _record_gradient(self, token: object, module: str, name: str, number: int | None, given: Any) -> None:
+        gradient: Tensor | None = given if number is None else given[number]
         # None is a zero gradient that autograd did not materialise
         if gradient is not None and token is self._open_token:
             with self._lock:
                 self._named.record_output("backward", module, name, unwrapped(gradient))
-
-
-def _pass_one(receive: Callable[[Tensor | None], None], number: int, gradients: Sequence[Tensor | None]) -> None:
-    receive(gradients[number])
