@@ -22,11 +22,12 @@ from det_callbacks.errors import NothingComparedError, SelectionError, SettingsE
 from det_callbacks.internals.dynamo import ORIGINAL
 from det_callbacks.internals.private_names import RECORDING
 from det_callbacks.internals.replaced import ReplacedMethods
-from det_callbacks.internals.torch import CHILDREN, MAKES_SCALE, TORCH, graph_task_id
+from det_callbacks.internals.torch import BACKWARD, CHILDREN, MAKES_SCALE, PARAMETERS, TORCH, graph_task_id
 from det_callbacks.observers.observations import REGISTRY
 from det_callbacks.runs.metrics import LOG, RESUMED, Metric, Reading
 from det_callbacks.trace.dispatch import runs_uncompiled
 from det_callbacks.trace.state.optimizers import parameters_of
+from det_callbacks.trace.state.walker import StateWalker
 from det_callbacks.training.arguments import require_integer
 from det_callbacks.training.draws import Draws
 from det_callbacks.training.following import FollowedRun
@@ -113,7 +114,7 @@ class LoopTraining(Training):
 
     @override
     def require_replicas(self) -> None:
-        has_shards = any(isinstance(parameter, DTensor) for parameter in self.module.parameters())
+        has_shards = any(isinstance(parameter, DTensor) for _, parameter in StateWalker(self.module).walk(PARAMETERS))
         if self.ddp is None and not has_shards:
             raise SettingsError(
                 "The model is not a DistributedDataParallel and has no DTensors, so it is unknown which ranks hold the "
@@ -251,7 +252,7 @@ class TrainingRun(FollowedRun):
             self._follow()
             self._hooks.attach(training)
             self._stage.callback(self._replaced.restore)
-            self._replaced.put(torch.autograd, "backward", self._around_backward)
+            self._replaced.put(torch.autograd, BACKWARD, self._around_backward)
             if hasattr(GradScaler, MAKES_SCALE):
                 self._replaced.around(GradScaler, MAKES_SCALE, _unrecorded)
             self._replicas.begin(training)
@@ -358,7 +359,7 @@ class TrainingRun(FollowedRun):
     @override
     def _prepare(self) -> None:
         TORCH.require(RECORDING)
-        owned = {id(parameter) for parameter in self._training.module.parameters()}
+        owned = {id(parameter) for _, parameter in StateWalker(self._training.module).walk(PARAMETERS)}
         for number, optimizer in enumerate(self._optimizers):
             parameters = parameters_of(optimizer)
             if strange := sum(id(one) not in owned for one in parameters):
@@ -412,12 +413,12 @@ class TrainingRun(FollowedRun):
     def _around_backward(self, backward: Any) -> Any:
         @wraps(backward)
         @runs_uncompiled
-        def followed(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            # activation checkpointing calls it inside a backward pass
-            is_followed = self._is_in_step and graph_task_id() == -1
+        def followed(tensors: Any, *args: Any, accumulate_grad: bool = False, **kwargs: Any) -> Any:
+            # torch.autograd.grad accumulates none; activation checkpointing calls it inside a backward pass
+            is_followed = accumulate_grad and self._is_in_step and graph_task_id() == -1
             if is_followed:
-                self._hooks.note_loss(tensors)
-            result = backward(tensors, *args, **kwargs)
+                self._hooks.note_loss(tensors[0] if len(tensors) == 1 else tensors)
+            result = backward(tensors, *args, accumulate_grad=accumulate_grad, **kwargs)
             if is_followed:
                 self._hooks.mark("after backward")
                 self._hooks.begin_gradients()

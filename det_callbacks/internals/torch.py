@@ -1,7 +1,7 @@
 """The private names of torch (2.11 to 2.15) except Dynamo's, each with its purpose and what is lost without it."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import attrgetter, methodcaller
 from pathlib import Path
 from types import CodeType, FrameType
@@ -56,6 +56,10 @@ _run_backward = TORCH.optional(
     lost="ops of autograd's formulas look like ops of hooks, and have no source line",
 )
 RUN_BACKWARD: CodeType | None = None if _run_backward is None else _run_backward.__code__
+BACKWARD = TORCH.name_of(
+    "torch.autograd._engine_run_backward",
+    "what torch.autograd.backward calls; around that function itself, its warnings would name our line",
+)
 _call_module = TORCH.optional(
     "torch.nn.Module._call_impl",
     "the frame of every call of a module",
@@ -192,6 +196,12 @@ is_transformed: Callable[[Tensor], bool] = TORCH.needed(
 is_grad_tracking: Callable[[Tensor], bool] = TORCH.needed(
     "torch._C._functorch.is_gradtrackingtensor", "whether torch.func.grad has wrapped it"
 )
+is_batched: Callable[[Tensor], bool] = TORCH.optional(
+    "torch._C._functorch.is_legacy_batchedtensor",
+    "whether torch.autograd.grad with is_grads_batched has wrapped it, which hides its memory",
+    without=lambda tensor: False,
+    lost="a gradient of batched gradients ends the recording",
+)
 untransformed: Callable[[Tensor], Tensor] = TORCH.needed("torch._C._functorch.get_unwrapped", "the tensor inside")
 MKLDNN = TORCH.optional(
     "torch._mkldnn",
@@ -237,6 +247,21 @@ without_dispatch = TORCH.needed(
 )
 without_function_modes = TORCH.needed(
     "torch._C.DisableTorchFunction", "hides the code inside from torch-function modes"
+)
+call_without_torch_function: Callable[..., Any] = TORCH.optional(
+    "torch._C._skip_one_hop_torch_function",
+    "calls an op again as torch would go on with it, below torch functions",
+    without=lambda function, types, args, kwargs: function(*args, **kwargs),
+    lost="torch functions of the program also see the ops that run Python code, at level op",
+)
+jit_tracer: Callable[[], Any] = TORCH.optional(
+    "torch._C._get_tracing_state",
+    "the running torch.jit.trace, for which the size of a tensor is a tensor",
+    without=lambda: None,
+    lost="torch.jit.trace inside a step ends the recording",
+)
+set_jit_tracer: Callable[[Any], None] = TORCH.optional(
+    "torch._C._set_tracing_state", "hides the code between two calls from torch.jit.trace", lost="likewise"
 )
 without_transforms = TORCH.needed("torch._C._DisableFuncTorch", "hides the code inside from torch.func")
 below_autograd = TORCH.needed("torch._C._AutoDispatchBelowAutograd", "hides the code inside from autograd")
@@ -285,6 +310,11 @@ def kernel_of(func: Any) -> Callable[..., Any]:
     return kernel
 
 
+def pass_on(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an op that a mode does not handle, unseen by torch functions, as without the mode."""
+    return call_without_torch_function(kernel_of(func), (), args, kwargs)
+
+
 def call_composite(func: Any, *args: Any, **kwargs: Any) -> Any:
     return _call_with_key(func)(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
@@ -315,6 +345,20 @@ PARAMETERS = TORCH.name_of(
 )
 BUFFERS = TORCH.name_of("torch.nn.Module._buffers", "the dictionary of its buffers", example=_A_MODULE)
 CHILDREN = TORCH.name_of("torch.nn.Module._modules", "the dictionary of its submodules", example=_A_MODULE)
+
+
+def modules_in(root: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield what ``nn.Module.named_modules`` yields, without that method, which a class may replace."""
+    waiting, seen = [(name, root)], set[int]()
+    while waiting:
+        name, module = waiting.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            yield name, module
+            children = ((key, child) for key, child in getattr(module, CHILDREN).items() if child is not None)
+            waiting += reversed([(f"{name}.{key}" if name else key, child) for key, child in children])
+
+
 DDP_IGNORED = "_ddp_params_and_buffers_to_ignore"  # attribute of a module: names that DDP ignores
 left_out_of_state: Callable[[nn.Module], set[str]] = attrgetter(
     TORCH.name_of(

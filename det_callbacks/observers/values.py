@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from det_callbacks.trace.state.leaves import MAX_DEPTH, entries
+from det_callbacks.trace.state.leaves import MAX_DEPTH
 
 MAX_NAME = 1000
 """Maximal length of an observation's name, in characters."""
@@ -70,4 +70,8 @@ def _entries(tree: Any) -> list[tuple[str, Any]] | None:
         return None
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         return [(f".{entry.name}", getattr(tree, entry.name)) for entry in dataclasses.fields(tree)]
-    return entries(tree, "")
+    if type(tree) is not list and type(tree) is not tuple and isinstance(tree, Mapping):
+        return [(f"[{key!r}]", value) for key, value in tree.items()]
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return [(f".{field}", value) for field, value in zip(tree._fields, tree, strict=True)]
+    return [(f"[{index}]", value) for index, value in enumerate(tree)] if isinstance(tree, list | tuple) else None

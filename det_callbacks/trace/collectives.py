@@ -74,11 +74,11 @@ class Collectives:
     def end(self) -> None:
         self._deliveries = [one for one in self._deliveries if one.tensor() is not None and not one.has_arrived()]
 
-    def run(self, plan: OpPlan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         step = self._step
         given = {**dict(zip(plan.argument_names, args, strict=False)), **kwargs}
         if plan.base in _WAITS:
-            out = func(*args, **kwargs)
+            out = plan.call(*args, **kwargs)
             step.counts.num_digested += 1
             for tensor in tensors_in(given.values()):
                 self.arrive(tensor)
@@ -87,14 +87,14 @@ class Collectives:
             step.deferred.is_freed_unseen = True
         if plan.base in _WITHOUT_DATA:
             step.counts.skipped[plan.kind.value] += 1
-            return func(*args, **kwargs)
+            return plan.call(*args, **kwargs)
         phase, scope = self._place()
         tensors = list(tensors_in(given.values()))
         is_known = not plan.base.startswith(_UNKNOWN) and all(map(holds_data, tensors))
         if is_known and self._places.selects(phase, scope):
-            return self._run(plan, partial(func, *args, **kwargs), phase, scope, given)
+            return self._run(plan, partial(plan.call, *args, **kwargs), phase, scope, given)
         step.counts.skipped[plan.kind.value] += 1
-        out = func(*args, **kwargs)
+        out = plan.call(*args, **kwargs)
         for tensor in tensors_in((*tensors, out)):
             for part in _parts(tensor):
                 step.ledger.forget(part)
@@ -163,7 +163,7 @@ class Collectives:
                 delivery.work = None
                 self._step.ledger.deliver(source, number)
 
-    def _run(self, plan: OpPlan, call: partial[Any], phase: str, scope: OpScope, given: dict[str, Any]) -> Any:
+    def _run(self, plan: OpPlan, call: Callable[[], Any], phase: str, scope: OpScope, given: dict[str, Any]) -> Any:
         step = self._step
         mark = len(step.digests)
         reads: list[int] = []
@@ -198,7 +198,7 @@ class Collectives:
 
         site = Site(phase=phase, module=scope.module, op=plan.name, role="sent", arguments=arguments)
         sites = [replace(site, output=index) for index in range(len(edges))]
-        node = self._step_to(call.func, phase, scope, reads, names, sites, edges, consts=[arguments])
+        node = self._step_to(plan.call, phase, scope, reads, names, sites, edges, consts=[arguments])
         step.counts.num_digested += 1
         self._deliver(plan, node, positions, out, given)
         return out

@@ -11,8 +11,10 @@ from det_callbacks.internals import dynamo
 from det_callbacks.internals.torch import (
     TorchDispatchMode,
     call_composite,
+    call_without_torch_function,
     current_mode,
     has_kernel_for,
+    pass_on,
     pop_mode,
     push_mode,
     without_autocast,
@@ -24,6 +26,22 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 TAKE_APART = object()
 """Returned by a handler for a composite op: the mode takes the op apart and handles the ops inside."""
+
+
+class ProgramCode:
+    """Runs ops that may run Python code of the program, which sees the torch functions that it would see without us."""
+
+    def __init__(self) -> None:
+        self.hidden: Any = None  # hides the handler of the running op from torch functions
+
+    def run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        hidden = self.hidden
+        hidden.__exit__(None, None, None)
+        try:
+            return call_without_torch_function(call, (), args, kwargs)
+        finally:
+            hidden.__enter__()
+            self.hidden = hidden
 
 
 class DispatchMode(TorchDispatchMode):
@@ -54,7 +72,7 @@ class DispatchMode(TorchDispatchMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if self._handle is None:
-            return func(*args, **(kwargs or {}))
+            return pass_on(func, args, kwargs or {})
         out = self._handle(func, types, args, kwargs or {})
         return out if out is not TAKE_APART else self.take_apart(func, args, kwargs or {})
 

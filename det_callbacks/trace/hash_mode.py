@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from det_callbacks.digest.components import digest_tensors
+from det_callbacks.digest.unobserved import hidden
 from det_callbacks.errors import CoverageWarning, TraceError
 from det_callbacks.internals.torch import BUFFERS, PARAMETERS
 from det_callbacks.runs.patterns import as_names
@@ -89,7 +90,7 @@ class HashMode:
         self._phases = OptimizerPhases(
             self.recorder,
             base_phase,
-            on_new=self.recorder.places.names.refresh,
+            on_new=hidden(self.recorder.places.names.refresh),
             on_update=self._record_gradients,
             on_end=lambda: self.on_updated(),
         )
@@ -130,6 +131,7 @@ class HashMode:
         else:
             self.abandon()
 
+    @hidden
     def begin(self, *, batch: Any = None, is_first: bool = False, expected: Expectation | None = None) -> None:
         """Start a step on a batch; the first step of a run also records the initial state."""
         if self.is_open:
@@ -160,6 +162,7 @@ class HashMode:
             self.abandon()
             raise
 
+    @hidden
     def finish(self) -> StepTrace | None:
         """End the step and return its trace, or None if the mode has turned itself off."""
         if not self.is_open:
@@ -188,6 +191,7 @@ class HashMode:
             self._leave()
         self.recorder.abandon()
 
+    @hidden
     def add_batch(self, batch: Any) -> None:
         """Record a batch that is loaded within the step, such as the second of an accumulation: "batch 2"."""
         if self.is_open:
@@ -196,6 +200,7 @@ class HashMode:
                 step, named = self.recorder.step, self.recorder.named
                 record_batch(step, named, batch, self._samples, f"batch {self._num_batches}")
 
+    @hidden
     def record_values(self, phase: str, values: Any, name: str) -> None:
         """Record the tensors and numbers of a nested structure, such as the loss, at this point in the step."""
         if self.is_open:
@@ -204,6 +209,7 @@ class HashMode:
                     self.recorder.undigested.wait_for_copies()
                 self.recorder.named.record_group(name, phase, list(flatten(values, name)), owner="")
 
+    @hidden
     def digest_state(self) -> dict[str, int]:
         """Return the digest of each parameter, buffer and optimizer state by name; for a number, its 64 bits."""
         self._name_parameters()
@@ -264,6 +270,7 @@ class HashMode:
                 self._by_shape.setdefault(parameter.shape, []).append((name, parameter))
         return self._by_shape.get(shape, [])
 
+    @hidden
     def _record_gradients(self, optimizer: Optimizer) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         names = self.recorder.places.parameter_names

@@ -5,6 +5,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from det_callbacks.internals.torch import num_dispatch_modes, pass_on, without_function_modes
 from det_callbacks.trace.dispatch import TAKE_APART, DispatchMode
 from det_callbacks.trace.recorder import Recorder
 
@@ -17,6 +18,8 @@ class Interceptor(DispatchMode):
         self._captures = recorder.captures.begun
         self._running_regions = recorder.places.running_regions
         self._lock = recorder.step.lock
+        self._plans, self._program = recorder.plans, recorder.plans.program
+        self._has_modes_below = num_dispatch_modes() > 0
 
     @property
     def recorder(self) -> Recorder | None:
@@ -44,8 +47,12 @@ class Interceptor(DispatchMode):
     ) -> Any:
         recorder = self._recorder
         if recorder is None:
-            return func(*args, **(kwargs or {}))
-        with self._lock:
+            return pass_on(func, args, kwargs or {})
+        plans = self._plans
+        hidden = without_function_modes()
+        with self._lock, hidden:
+            self._program.hidden = hidden
+            plans.known = plans.of_python if types or self._has_modes_below else plans.of_native
             if self._captures and recorder.captures.is_capturing():
                 out = recorder.undigested.captured(func, args, kwargs or {})
             elif self._running_regions and recorder.places.is_in_region():

@@ -29,7 +29,7 @@ from det_callbacks.trace.compiled.regions import CompiledRegions
 from det_callbacks.trace.compiled.replaced import REPLACED
 from det_callbacks.trace.dispatch import TAKE_APART
 from det_callbacks.trace.op.call_graph import Call
-from det_callbacks.trace.op.components import PLAIN, STRIDED, address_of, holds_data, parts_with_memory
+from det_callbacks.trace.op.components import PLAIN, STRIDED, address_of, parts_with_memory
 from det_callbacks.trace.op.layouts import Parts, describe_parts, parts_of_arguments
 from det_callbacks.trace.op.output_hooks import OutputHooks
 from det_callbacks.trace.op.reads import Reads
@@ -294,7 +294,7 @@ class Recorder:
             graph.labels += node.shared.labels
         else:
             # calls without data get no node, so only an unknown call can lack data
-            if outputs and not any(holds_data(output) for output in outputs):
+            if outputs and not any(map(step.holds_data, outputs)):
                 self._reads.roll_back(first_site)
                 step.counts.skipped["no_data"] += 1
                 return out
@@ -405,7 +405,7 @@ class Recorder:
         if not isinstance(output, Tensor):
             bits, tag = scalar_bits(output)
             step.append_bits(bits, step.layouts.special(tag, detail=describe_parts(parts)))
-        elif not holds_data(output):
+        elif not step.holds_data(output):
             step.append_bits(0, step.layouts.special("no data"))
         else:
             step.append(output)

@@ -7,7 +7,7 @@ from weakref import ref
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from det_callbacks.internals.replaced import ReplacedMethods
+from det_callbacks.internals.replaced import ReplacedMethods, subclass_of
 
 MAX_WAITING = 64  # a fetcher holds one or two
 _MAX_WAITING_OF_LOADER = 16  # limit for a loop that does not report when it trains on a batch
@@ -38,8 +38,7 @@ class Draws:
                 indices.clear()
                 return map(keep, base.__iter__(self))
 
-            names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__iter__": iterate}
-            return type(base.__name__, (base,), names)
+            return subclass_of(base, __iter__=iterate)
 
         with suppress(TypeError):  # for example a list of indices: instances of built-in types keep their class
             self._samplers.put(sampler, "__class__", watched)

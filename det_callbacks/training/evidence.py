@@ -3,6 +3,8 @@
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from inspect import getattr_static
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -10,14 +12,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from det_callbacks.digest.host import digest_bytes
-from det_callbacks.digest.unobserved import unobserved
+from det_callbacks.digest.unobserved import hidden, unobserved
 from det_callbacks.environment.rng import Held
 from det_callbacks.environment.variables import NUM_WORKERS
 from det_callbacks.errors import SettingsError
+from det_callbacks.internals.torch import BUFFERS, PARAMETERS, modules_in
 from det_callbacks.runs.evidence import BATCH, CALLBACKS, CONSTANTS, INDICES, KIND_OF_SAMPLER, LOADER, OPTIONS, SCRIPTED
 from det_callbacks.trace.op.components import has_parts, holds_data
 from det_callbacks.trace.state.generators import GeneratorReader, Ledger
-from det_callbacks.trace.state.leaves import flatten
+from det_callbacks.trace.state.leaves import attributes_of, flatten
+from det_callbacks.trace.state.walker import StateWalker
 from det_callbacks.training.draws import Draws
 from det_callbacks.training.training import LoaderFollower, Training
 
@@ -40,8 +44,7 @@ class Evidence(Ledger, LoaderFollower):
         self.mark(_FIT_START, with_seeds=True)
         module = training.module
         with unobserved():
-            state = (*module.named_parameters(), *module.named_buffers())
-            constants = [name for name, tensor in state if _is_constant(tensor)]
+            constants = [name for name, tensor in StateWalker(module).walk(PARAMETERS, BUFFERS) if _is_constant(tensor)]
         self.note(_FIT_START, CONSTANTS, len(constants), json.dumps(constants))
         if scripted := _scripted(module):
             self.note(_FIT_START, SCRIPTED, text=json.dumps(scripted))
@@ -61,6 +64,7 @@ class Evidence(Ledger, LoaderFollower):
                         self._options[name] = value
                         self.note(OPTIONS, name, text=json.dumps(value))
 
+    @hidden
     def begin_loaders(
         self, loaders: Mapping[str, Any], held: Mapping[str, Held], *, is_in_turn: bool, draws: Draws | None = None
     ) -> None:
@@ -94,6 +98,7 @@ class Evidence(Ledger, LoaderFollower):
     def forget_drawn(self) -> None:
         self._draws.waiting.clear()
 
+    @hidden
     def begin_step(self, batch: Any) -> None:
         """Note how the batch of a training step was loaded, after its trace has begun."""
         self.mark("batch start", with_seeds=True)
@@ -139,7 +144,7 @@ def _digest_numbers(numbers: list[int]) -> int:
 def _scripted(root: torch.nn.Module) -> list[str]:
     """Return the names of the outermost modules that are TorchScript or hold its functions."""
     found: list[str] = []
-    for name, module in root.named_modules():
+    for name, module in modules_in(root):
         holds = isinstance(module, torch.jit.ScriptModule) or any(
             isinstance(value, torch.jit.ScriptFunction) for value in vars(module).values()
         )
@@ -161,20 +166,24 @@ def _settings_of(loader: Any) -> Iterator[tuple[str, str]]:
     if not isinstance(loader, DataLoader):
         return
     yield "data set", type(loader.dataset).__qualname__
-    if hasattr(loader.dataset, "__len__"):
-        yield "length of the data set", str(len(loader.dataset))
+    dataset: Any = loader.dataset
+    length = getattr_static(type(dataset), "__len__", None)
+    # a method of the program's own class may do anything; built-in ones have no ``__module__``
+    if length is not None and (getattr(length, "__module__", None) or "torch.").startswith("torch."):
+        yield "length of the data set", str(len(dataset))
     # accelerate sets it on the batch sampler only
     size = loader.batch_size
     if size is None:
-        size = getattr(loader.batch_sampler, "batch_size", None)
+        size = attributes_of(loader.batch_sampler).get("batch_size")
     yield "batch_size", str(size)
     for name in ("num_workers", "drop_last", "persistent_workers", "in_order"):
         yield name, str(getattr(loader, name, None))
     samplers = loader.sampler, loader.batch_sampler
     # a loader that gets its batch sampler has a sequential sampler that draws nothing
-    yield "sampler", _kind_of(getattr(loader.batch_sampler, "sampler", loader.sampler))
-    yield "set_epoch", str(any(hasattr(sampler, "set_epoch") for sampler in samplers))
-    yield "collate_fn", getattr(loader.collate_fn, "__qualname__", type(loader.collate_fn).__qualname__)
+    yield "sampler", _kind_of(getattr_static(loader.batch_sampler, "sampler", loader.sampler))
+    yield "set_epoch", str(any(getattr_static(sampler, "set_epoch", None) for sampler in samplers))
+    collate = loader.collate_fn
+    yield "collate_fn", (collate if isinstance(collate, FunctionType) else type(collate)).__qualname__
     yield "separate generator", str(isinstance(loader.generator, torch.Generator))
 
 

@@ -7,7 +7,9 @@ from typing import Any
 from typing_extensions import override
 
 from det_callbacks.audit.result import AuditReport
+from det_callbacks.digest.unobserved import hidden
 from det_callbacks.errors import DetCallbacksError, WriteError
+from det_callbacks.internals.torch import modules_in
 from det_callbacks.internals.versions import newer_than_tested
 from det_callbacks.ranks.group import RankGroup, require_same_start
 from det_callbacks.ranks.replicas import ReplicaReport
@@ -88,11 +90,12 @@ class FollowedRun(RunArguments):
             require_room(self.reference, self.tensor_budget_mib)
 
     def _begin_fit(self, *, is_resumed: bool) -> None:
-        self.selection.check_modules([name for name, _ in self._training.module.named_modules()])
+        self.selection.check_modules([name for name, _ in modules_in(self._training.module)])
         for line in newer_than_tested(self._training.framework) if not self._training.rank else ():
             self._training.print_line(f"det_callbacks: {line}")
         self._begin(is_resumed=is_resumed)
 
+    @hidden
     def _begin(self, **options: Any) -> None:
         session, training = self._session, self._training
         session.print_line = training.print_line

@@ -13,6 +13,7 @@ import torch
 
 from det_callbacks.environment.rng import HELD_TYPES, Held, is_default
 from det_callbacks.internals.torch import CHILDREN, DataLoaderIter
+from det_callbacks.trace.state.leaves import attributes_of, shown
 
 MAX_OBJECTS = 20_000
 """Limit on visited objects; takes about 20 milliseconds."""
@@ -26,6 +27,11 @@ _LEFT: tuple[Any, ...] = (
     # these reach everything
     *(DataLoaderIter, torch.optim.Optimizer),
 )
+_WRAPPERS = {
+    functools.partial: ("func", "args", "keywords"),
+    types.MethodType: ("__self__",),
+    types.BuiltinMethodType: ("__self__",),
+}
 
 
 def find_generators(roots: Mapping[str, object], *, left: tuple[type, ...] = ()) -> dict[str, Held]:
@@ -36,39 +42,40 @@ def find_generators(roots: Mapping[str, object], *, left: tuple[type, ...] = ())
     found: dict[str, Held] = {}
     own = random.getstate.__self__  # type: ignore[attr-defined]  # a bound method
     seen: dict[int, object] = {}  # kept alive, so that no identity is reused
-    pending = deque(roots.items())
+    pending: deque[tuple[str, Any]] = deque(roots.items())
     left = (*_LEFT, *left)
     while pending and len(seen) < MAX_OBJECTS:
         path, value = pending.popleft()
-        is_left = isinstance(value, left) or type(value).__module__.startswith("det_callbacks.")
+        kind = type(value)  # isinstance asks the object for its class
+        is_left = issubclass(kind, left) or kind.__module__.startswith("det_callbacks.")
         if is_left or id(value) in seen or value is own:
             continue
         seen[id(value)] = value
-        if not isinstance(value, HELD_TYPES):
+        if not issubclass(kind, HELD_TYPES):
             pending.extend((path + suffix, item) for suffix, item in _inside(value))
-        elif not isinstance(value, random.SystemRandom) and not (
-            isinstance(value, torch.Generator) and is_default(value)
+        elif not issubclass(kind, random.SystemRandom) and not (
+            issubclass(kind, torch.Generator) and is_default(value)
         ):
             found[path] = value
     return found
 
 
 def _inside(value: Any) -> Iterator[tuple[str, object]]:
-    if isinstance(value, Mapping | list | tuple | set | frozenset | deque):
-        if len(value) <= MAX_ITEMS:
-            items = value.items() if isinstance(value, Mapping) else enumerate(value)
-            yield from ((f"[{key!r}]", item) for key, item in items)
-        return
-    if isinstance(value, types.FunctionType):
+    """Yield what an object stores; its methods and properties, which are the program's code, do not run."""
+    kind = type(value)
+    for container in (dict, list, tuple, set, frozenset, deque):
+        if issubclass(kind, container):
+            if container.__len__(value) <= MAX_ITEMS:
+                items = dict.items(value) if container is dict else enumerate(container.__iter__(value))
+                yield from ((f"[{shown(key)}]", item) for key, item in items)
+            return
+    if kind is types.FunctionType:
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             with suppress(ValueError):  # not set yet
                 yield f".{name}", cell.cell_contents
         return
-    names = ("func", "args", "keywords") if isinstance(value, functools.partial) else ("__self__",)
-    if not isinstance(value, functools.partial | types.MethodType):
-        slots = (kind.__dict__.get("__slots__", ()) for kind in type(value).__mro__)
-        names = tuple(name for several in slots for name in several if hasattr(value, name))
-    found = {**getattr(value, "__dict__", {}), **{name: getattr(value, name) for name in names}}
-    if isinstance(value, torch.nn.Module):
+    names = _WRAPPERS.get(kind, ())
+    found = attributes_of(value) | {name: getattr(value, name) for name in names}
+    if issubclass(kind, torch.nn.Module):
         found |= dict(found.pop(CHILDREN, {}).items())  # not a dictionary in a scripted module
     yield from ((f".{name}", item) for name, item in found.items())

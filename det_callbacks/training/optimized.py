@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from det_callbacks.digest.unobserved import unobserved
+from det_callbacks.internals.torch import PARAMETERS as HELD_PARAMETERS
 from det_callbacks.runs.evidence import (
     IN_NO_OPTIMIZER,
     IN_OPTIMIZER,
@@ -19,6 +20,7 @@ from det_callbacks.runs.evidence import (
 from det_callbacks.trace.op.components import PLAIN
 from det_callbacks.trace.state.generators import Ledger
 from det_callbacks.trace.state.optimizers import parameters_of
+from det_callbacks.trace.state.walker import StateWalker
 
 MAX_UPDATES = 8  # with measurements, each a pass over the gradients
 # A smaller share of the largest gradient may be a rounding error, as for a bias before a BatchNorm.
@@ -36,7 +38,7 @@ class OptimizedParameters:
         self._module, self._optimizers, self._ledger = module, optimizers, ledger
         self._noted: dict[str, list[str]] = {}
         self._epoch: int | None = None
-        self._others: dict[str, nn.Parameter] = {}
+        self._others: dict[str, Tensor] = {}
         self._with_gradient: list[str] = []
         self._names: dict[int, str] = {}
         self._measured: dict[str, None] = {}
@@ -48,7 +50,8 @@ class OptimizedParameters:
         if epoch == self._epoch:
             return
         self._epoch = epoch
-        trainable = {id(one): (name, one) for name, one in self._module.named_parameters() if one.requires_grad}
+        parameters = StateWalker(self._module).walk(HELD_PARAMETERS)
+        trainable = {id(one): (name, one) for name, one in parameters if one.requires_grad}
         self._names = {identity: name for identity, (name, _) in trainable.items()}
         others, found = dict(trainable), dict[str, list[str]]()
         for number, optimizer in enumerate(self._optimizers):

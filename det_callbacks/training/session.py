@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from typing_extensions import override
 
 from det_callbacks.audit.result import AuditReport
+from det_callbacks.digest.unobserved import hidden
 from det_callbacks.environment.variables import FILL_MEMORY, PERTURB
 from det_callbacks.errors import TraceError
 from det_callbacks.findings.table import ignored_findings
@@ -150,6 +151,7 @@ class TracedSession(Session):
         self.run.put_evidence(rows)
 
     @override
+    @hidden
     def follow(self, training: Training, ops: NondeterministicOps | None) -> None:
         selection = self.arguments.selection
         if selection.level != "state" and selection.compiled == "run":
@@ -174,6 +176,7 @@ class TracedSession(Session):
             ops.on_new = self.run.put_nondeterministic_ops
 
     @override
+    @hidden
     def attach(self, training: Training) -> None:
         self._hash_mode.optimizers = list(training.optimizers)
         self._optimized = OptimizedParameters(training.module, training.optimizers, self._evidence)
@@ -188,6 +191,7 @@ class TracedSession(Session):
         self._evidence.mark(point, with_seeds=point in (AFTER_FORWARD, AFTER_BACKWARD, BATCH_END))
 
     @override
+    @hidden
     def begin_step(self, step: int, batch: Any) -> None:
         selection = self.arguments.selection
         if not self.reader.has_begun:  # here, because loading a checkpoint restores generators
@@ -220,17 +224,20 @@ class TracedSession(Session):
         return expectation
 
     @override
+    @hidden
     def note_loss(self, loss: Any) -> None:
         self.mark(AFTER_FORWARD)
         self._hash_mode.record_values("forward", loss, "loss")
 
     @override
+    @hidden
     def begin_gradients(self) -> None:
         self._evidence.note_options(self._hash_mode.optimizers)
         self._set_phase("gradient")
         self._optimized.measure_gradients()
 
     @override
+    @hidden
     def add_batch(self, batch: Any) -> None:
         if self._hash_mode.recorder.phase == "gradient":
             self._set_phase("other")
@@ -253,6 +260,7 @@ class TracedSession(Session):
         self._hash_mode.unpause()
 
     @override
+    @hidden
     def end_step(self, step: int, epoch: int, outputs: Any) -> bool:
         self.mark(BATCH_END)
         self._evidence.end_step()

@@ -1,6 +1,7 @@
 """The facts that a run needs about the training."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from inspect import getattr_static
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from det_callbacks.internals.torch import DDP_IGNORED, scaler_state
 from det_callbacks.ranks.replicas import ReplicatedState, replicated_state
 from det_callbacks.report.console import print_closing_line
 from det_callbacks.runs.program import STATE_OF
-from det_callbacks.trace.state.leaves import flatten
+from det_callbacks.trace.state.leaves import attributes_of, flatten
 from det_callbacks.training.draws import Draws
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -96,7 +97,7 @@ class Training:
             for number, (scheduler, _) in enumerate(self.schedulers or ()):
                 name = type(scheduler).__name__
                 shown = f"{name} {number}" if number else name
-                for key, value in scheduler.state_dict().items():
+                for key, value in _state_of(scheduler).items():
                     yield from flatten(value, f"{STATE_OF}{shown}: {key}")
             if self.scaler is not None:
                 for key, tensor in scaler_state(self.scaler).items():
@@ -127,3 +128,13 @@ class Training:
 
     def require_replicas(self) -> None:
         """Raise ``SettingsError`` if it is unknown which ranks hold the same parameters."""
+
+
+def _state_of(scheduler: Any) -> Mapping[str, Any]:
+    """Return a scheduler's state without a ``state_dict`` of the program, which may do anything."""
+    method = getattr_static(type(scheduler), "state_dict", None)
+    if getattr(method, "__module__", "").startswith("torch."):
+        state: Mapping[str, Any] = scheduler.state_dict()
+        return state
+    held = attributes_of(scheduler)
+    return {key: value for key, value in held.items() if not issubclass(type(value), Optimizer)}

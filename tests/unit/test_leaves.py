@@ -1,6 +1,7 @@
 """What is found in structures of all kinds, and by which names."""
 
 from collections import UserDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -48,6 +49,41 @@ class Plain:
         vars(self).update(values)
 
 
+class Unread(Mapping[str, Any]):
+    """Holds its entries in one dictionary, and counts what is read of it as an error."""
+
+    def __init__(self, entries: dict[str, Any], **others: Any) -> None:
+        self.entries = entries
+        vars(self).update(others)
+
+    def _fail(self, *_: Any) -> Any:
+        raise AssertionError("no code of the class runs")
+
+    __getitem__ = __iter__ = __len__ = __bool__ = __eq__ = __hash__ = __repr__ = _fail  # type: ignore[assignment]
+
+
+class UnreadDict(dict[str, Any]):
+    __getitem__ = __iter__ = __len__ = items = values = keys = get = Unread._fail  # type: ignore[assignment]
+
+
+class UnreadList(list[Any]):
+    __getitem__ = __iter__ = __len__ = Unread._fail  # type: ignore[assignment]
+
+
+class UnreadPoint(Point):
+    __slots__ = ()
+    __getitem__ = __iter__ = __len__ = Unread._fail  # type: ignore[assignment]
+
+
+class Key:
+    __repr__ = Unread._fail
+
+
+def with_attributes(container: Any, **attributes: Any) -> Any:
+    vars(container).update(attributes)
+    return container
+
+
 ONE, TWO = torch.ones(1), torch.zeros(2)
 
 
@@ -62,6 +98,12 @@ ONE, TWO = torch.ones(1), torch.zeros(2)
         (Slotted(ONE, TWO), ["._hidden", ".shown"]),
         (Plain(tensors=[ONE], _private=TWO), [".tensors[0]", "._private"]),
         ([Plain(), ONE], ["[1]"]),
+        (Unread({"a": ONE}, extra=TWO), ["['a']", ".extra"]),
+        (Unread({"a": ONE}, others={"b": TWO}), [".entries['a']", ".others['b']"]),
+        (with_attributes(UnreadDict(a=ONE), a=ONE, extra=TWO), ["['a']", ".extra"]),
+        (with_attributes(UnreadList([ONE]), extra=TWO), ["[0]", ".extra"]),
+        (UnreadPoint(ONE, TWO), [".x", ".y"]),
+        ({Key(): ONE, (1, "a"): TWO, True: 1}, ["[(1, 'a')]", "[Key]", "[True]"]),
         (ONE, [""]),
     ],
     ids=lambda value: type(value).__name__,

@@ -3,6 +3,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
+from det_callbacks.internals.torch import modules_in
 from det_callbacks.trace.hash_mode import HashMode
 
 
@@ -72,3 +73,12 @@ def test_modules_added_within_a_step_and_strangers_that_count_as_their_callers()
             model(torch.ones(2))
         assert modules_of(mode, "aten.sigmoid.default")[-1] == added
         assert modules_of(mode, "aten.silu.default") == ["0"]
+
+
+def test_modules_are_listed_as_torch_lists_them():
+    shared, root = nn.Linear(1, 1), nn.Module()
+    root.first, root.none, root.second = nn.Sequential(shared, nn.Sequential(nn.ReLU())), None, shared
+    root.register_module("absent", None)
+    root.last = nn.ModuleDict({"a": root.first, "b": nn.Tanh()})
+    assert [*modules_in(root)] == [*root.named_modules()]
+    assert [*modules_in(root, "net")] == [*root.named_modules(prefix="net")]

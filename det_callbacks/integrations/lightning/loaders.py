@@ -9,6 +9,7 @@ from lightning.pytorch.strategies import Strategy
 
 from det_callbacks.environment.rng import Held
 from det_callbacks.internals.lightning import Loop
+from det_callbacks.internals.replaced import subclass_of
 from det_callbacks.internals.twins import either
 from det_callbacks.training import held_generators
 
@@ -61,5 +62,4 @@ def _followed(base: Any) -> Any:
             follower.end_draw(drawn[0])
         return drawn
 
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "det_callbacks_followers": followers}
-    return type(base.__name__, (base,), {**names, "__iter__": begin, "__next__": draw})
+    return subclass_of(base, det_callbacks_followers=followers, __iter__=begin, __next__=draw)

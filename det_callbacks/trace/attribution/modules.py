@@ -5,6 +5,7 @@ stack shows what activation checkpointing recomputes (torch 2.13).
 """
 
 import re
+import sys
 import warnings
 from collections.abc import Callable
 from threading import local
@@ -20,6 +21,7 @@ from det_callbacks.internals.torch import (
     global_hooks,
     global_pre_hooks,
     graph_task_id,
+    modules_in,
 )
 from det_callbacks.trace.attribution.engine import frames_above_engine
 from det_callbacks.trace.dispatch import runs_uncompiled
@@ -92,6 +94,10 @@ class ModuleStack(ModuleCalls):
         self._has_refreshed = False
         if self._root is not None and not self._scopes:
             self._refresh(self._root, "")
+        # a call of a module with hooks takes four frames of Python instead of three, and our own hooks take some
+        before = sys.getrecursionlimit()
+        self._recursion_limits = before, before * 4 // 3 + 100
+        sys.setrecursionlimit(self._recursion_limits[1])
         # register_module_forward_hook uses a new key each time, so that Dynamo, which guards keys, would recompile
         key = -1
         while key in global_hooks or key in global_pre_hooks:
@@ -115,6 +121,9 @@ class ModuleStack(ModuleCalls):
         self._key = None
         self._here = _Here()
         self.clear()
+        before, ours = self._recursion_limits
+        if sys.getrecursionlimit() == ours:  # the program has not set it since
+            sys.setrecursionlimit(before)
 
     def call_at_next(self, function: Callable[[], None]) -> None:
         self._at_next = function
@@ -130,7 +139,7 @@ class ModuleStack(ModuleCalls):
         return [scope.module for scope in self._scopes.values()]
 
     def _refresh(self, root: nn.Module, prefix: str) -> None:
-        for name, module in root.named_modules(prefix=prefix):
+        for name, module in modules_in(root, prefix):
             if id(module) not in self._scopes:
                 self._scopes[id(module)] = OpScope(module=name)
                 self._modules.append(module)  # so that its id is not reused

@@ -266,7 +266,7 @@ class CompiledRegions:
         plan = plan.whole or plan
         if plan.kind is not OpKind.DIGEST:
             step.counts.skipped[plan.kind.value] += 1
-            return func(*args, **kwargs)
+            return plan.call(*args, **kwargs)
         phase, scope = region.phase, region.scope
         if step.deferred.is_used and not plan.is_functional:
             step.deferred.before_writes(written_arguments(plan, args, kwargs))

@@ -12,6 +12,7 @@ from det_callbacks.internals.torch import (
     FakeTensor,
     FunctionalTensor,
     is_transformed,
+    memory_address,
     untransformed,
     without_dispatch,
 )
@@ -45,7 +46,16 @@ def holds_data(tensor: Any) -> bool:
         return False
     if hasattr(tensor, "__tensor_flatten__"):
         return all(holds_data(part) for part in parts_of(tensor))
-    return not tensor.is_meta
+    return not tensor.is_meta and not is_hidden(tensor)
+
+
+def is_hidden(tensor: Any) -> bool:
+    """Return whether a class hides the tensors that hold its data: no storage, and no ``__tensor_flatten__``."""
+    if not isinstance(tensor, Tensor) or tensor.layout is not STRIDED or not has_parts(tensor):
+        return False
+    if hasattr(tensor, "__tensor_flatten__") or isinstance(tensor, FakeTensor | FunctionalTensor) or tensor.is_meta:
+        return False
+    return bool(tensor.nbytes) and not memory_address(tensor)
 
 
 def parts_of(tensor: Tensor) -> Iterator[Tensor]:
@@ -60,7 +70,7 @@ def parts_of(tensor: Tensor) -> Iterator[Tensor]:
                 yield from parts_of(part) if has_parts(part) else (part,)
         return
     if tensor.layout is STRIDED:
-        if not isinstance(tensor, FakeTensor | FunctionalTensor) and not tensor.is_meta:
+        if not isinstance(tensor, FakeTensor | FunctionalTensor) and not tensor.is_meta and not is_hidden(tensor):
             yield tensor
         return
     with without_dispatch():  # a user's dispatch mode must not see us read the parts

@@ -13,7 +13,7 @@ from det_callbacks.internals.torch import AsyncCollectiveTensor, storage_address
 from det_callbacks.runs.program import IN_FLIGHT, UNWRITTEN, Site
 from det_callbacks.trace.attribution.places import Places
 from det_callbacks.trace.op.call_graph import CallNode
-from det_callbacks.trace.op.components import address_of, has_parts, holds_data, parts_of
+from det_callbacks.trace.op.components import address_of, has_parts, parts_of
 from det_callbacks.trace.op.sites import InputName, SpecialName
 from det_callbacks.trace.op.storages import region_of
 from det_callbacks.trace.state.generators import PASSED, GeneratorTrail, generator_of
@@ -46,7 +46,7 @@ class Reads:
                 self.collectives.wait(tensor)
             parts = list(parts_of(tensor))
             if not parts:
-                if holds_data(tensor):  # no storage (mkldnn), so its writer is unknown
+                if step.holds_data(tensor):  # no storage (mkldnn), so its writer is unknown
                     names.append(None)
                     self.row_edges.append(())
                     reads.append(len(step.digests))

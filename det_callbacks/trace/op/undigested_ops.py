@@ -49,11 +49,11 @@ class UndigestedOps:
         if plan.kind is not OpKind.UNINITIALISED:
             step.deferred.flush()  # the op, or another stream, may write memory that the recorder does not see
         if plan.kind is OpKind.COLLECTIVE:
-            return self._collectives.run(plan, func, args, kwargs)
+            return self._collectives.run(plan, args, kwargs)
         step.counts.skipped[plan.kind.value] += 1
         if plan.kind is OpKind.RELAYOUT and not has_parts(args[0]):  # bytes that stay in place keep their writers
-            return func(*args, **kwargs)
-        out = func(*args, **kwargs)
+            return plan.call(*args, **kwargs)
+        out = plan.call(*args, **kwargs)
         if plan.kind is OpKind.UNINITIALISED:
             if out.__class__ is Tensor and out.layout is STRIDED:
                 if self.fill is not None and not out.is_meta:

@@ -50,7 +50,7 @@ def record_batch(step: Step, named: NamedSites, batch: Any, found: list[Samples]
     entries: list[Entry | DerivedEntry] = []
     unread: dict[str, str] = {}
     for name, value in leaves(batch, name_of_batch, is_whole=True):
-        if isinstance(value, Tensor | int | float):
+        if issubclass(type(value), Tensor | int | float):
             entries.append((name, value))
             if _has_samples(value):
                 bits = _digest_samples(step.deferred, value, found)

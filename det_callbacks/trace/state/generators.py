@@ -9,6 +9,7 @@ from torch import Generator, Tensor
 from det_callbacks.digest.components import tensor_bits
 from det_callbacks.digest.device.deferred import Bits, DeferredDigests, value_of
 from det_callbacks.digest.host import digest_bytes, format_digest
+from det_callbacks.digest.unobserved import hidden
 from det_callbacks.environment.rng import (
     PROCESS,
     TORCH_CPU,
@@ -138,6 +139,7 @@ class Ledger:
         self._rows: list[tuple[str, str, Bits, str]] = []
         self._deferred = DeferredDigests()
 
+    @hidden
     def mark(self, point: str, *, with_seeds: bool = False) -> None:
         """Note the states of all generators; during a capture, without those of devices."""
         held = ((name, one) for name, one in self.held.items() if is_readable(one))

@@ -11,7 +11,8 @@ from torch import Tensor
 from det_callbacks.digest.components import tensor_bits
 from det_callbacks.digest.device.deferred import Bits
 from det_callbacks.digest.host import digest_spans
-from det_callbacks.internals.torch import storage_address
+from det_callbacks.digest.unobserved import hidden
+from det_callbacks.internals.torch import is_batched, storage_address
 from det_callbacks.runs.program import AFTER_STEP, IN_FLIGHT, Role, Site, SiteRow, scalar_bits
 from det_callbacks.trace.attribution.backward import scope_in
 from det_callbacks.trace.attribution.places import Places
@@ -19,7 +20,7 @@ from det_callbacks.trace.attribution.tensor_names import Addresses, addresses_of
 from det_callbacks.trace.collectives import Collectives
 from det_callbacks.trace.compiled.captures import GraphCaptures
 from det_callbacks.trace.op.call_graph import CallNode, SharedRows
-from det_callbacks.trace.op.components import PLAIN, STRIDED, address_of, has_parts, holds_data, unwrapped
+from det_callbacks.trace.op.components import PLAIN, STRIDED, address_of, has_parts, unwrapped
 from det_callbacks.trace.op.layouts import LayoutSlot
 from det_callbacks.trace.op.sites import SpecialName
 from det_callbacks.trace.op.storages import PartialWrites
@@ -111,7 +112,7 @@ class NamedSites:
             elif not isinstance(value, Tensor):
                 slot = value.slot if isinstance(value, Derived) else layouts.special(scalar_bits(value)[1])
                 others.append((len(names), value))
-            elif not holds_data(value):
+            elif not step.holds_data(value):
                 continue
             elif self._collectives.arrive(value):  # also a plain tensor of which several sites wrote parts
                 edges, slot = step.writers_of(value), layouts.of(value)
@@ -146,9 +147,11 @@ class NamedSites:
     def record_output(self, phase: str, module: str, name: str, tensor: Tensor) -> None:
         """Record an output of a module or its gradient, unless it has no data or a collective is still pending."""
         step = self._step
-        if not holds_data(tensor) or self._captures.is_captured():
+        if not step.holds_data(tensor) or self._captures.is_captured():
             return
-        if not self._collectives.arrive(tensor):
+        if is_batched(tensor):
+            step.counts.skipped["batched"] += 1
+        elif not self._collectives.arrive(tensor):
             step.counts.skipped["in_flight"] += 1
         else:
             reads = step.writers_of(tensor)
@@ -221,6 +224,7 @@ class ModuleOutputs:
         self._open_token = None
         self._places.modules.on_output = None
 
+    @hidden
     def _record(self, module: str, output: Any) -> None:
         places = self._places
         phase, scope = places.phase, scope_in(module, recomputed=False)
@@ -237,10 +241,16 @@ class ModuleOutputs:
                 with self._lock:
                     self._named.record_output(phase, module, name, inner)
             if is_followed and inner is tensor and tensor.requires_grad and not has_parts(tensor):
-                tensor.register_hook(partial(self._record_gradient, self._open_token, module, f"grad of {name}"))
+                node = tensor.grad_fn
+                number = None if node is None else tensor.output_nr
+                receive = partial(self._record_gradient, self._open_token, module, f"grad of {name}", number)
+                # a hook of the tensor would be among those that the program sees; a leaf has no node
+                (tensor.register_hook if node is None else node.register_prehook)(receive)
 
-    def _record_gradient(self, token: object, module: str, name: str, gradient: Tensor | None) -> None:
+    @hidden
+    def _record_gradient(self, token: object, module: str, name: str, number: int | None, given: Any) -> None:
+        gradient: Tensor | None = given if number is None else given[number]
         # None is a zero gradient that autograd did not materialise
         if gradient is not None and token is self._open_token:
             with self._lock:
-                self._named.record_output("backward", module, name, gradient)
+                self._named.record_output("backward", module, name, unwrapped(gradient))

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from det_callbacks.internals.torch import CHILDREN
+from det_callbacks.internals.torch import CHILDREN, modules_in
 from det_callbacks.trace.state.leaves import flatten
 
 Entry = tuple[str, Tensor | int | float | bool]
@@ -26,8 +26,7 @@ class StateWalker:
         """Return (name, tensor) pairs from the attributes ``kinds`` of the modules, "_parameters" or "_buffers"."""
         if not self._is_known():
             self._modules = [
-                (f"{name}." if name else "", module, _children_of(module))
-                for name, module in self._root.named_modules()
+                (f"{name}." if name else "", module, _children_of(module)) for name, module in modules_in(self._root)
             ]
         known = set()
         entries: list[tuple[str, Tensor]] = []

@@ -2,23 +2,34 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from det_callbacks.internals.torch import OpOverload
+from det_callbacks.trace.dispatch import ProgramCode
 from det_callbacks.trace.op.call_graph import OpScope
 from det_callbacks.trace.tables.nondeterministic_ops import NondeterministicOps
 from det_callbacks.trace.tables.overloads import OpPlan, make_plan
 
 
 class Plans:
+    """``known`` has the plans of the running op: of those whose call may run Python code of the program, or others."""
+
     def __init__(self, place: Callable[[], tuple[str, OpScope]]) -> None:
         self.nondeterministic_ops: NondeterministicOps | None = None  # set before the first step
-        self.known: dict[int, OpPlan] = {}  # by id: hashing an OpOverload runs Python code; a plan keeps it alive
+        self.program = ProgramCode()
+        # by id: hashing an OpOverload runs Python code; a plan keeps it alive
+        self.of_native: dict[int, OpPlan] = {}
+        self.of_python: dict[int, OpPlan] = {}
+        self.known = self.of_native
         self._place = place
 
     def of(self, func: Any) -> OpPlan:
         if (known := self.known.get(id(func))) is not None:
             return known
         plan = make_plan(func)
+        if self.known is self.of_python or type(func) is not OpOverload or func.namespace != "aten":
+            plan = replace(plan, call=partial(self.program.run, plan.call))
         if self.nondeterministic_ops is not None:
             plan = replace(plan, call=self.nondeterministic_ops.guard(plan, self._place))
         if plan.whole is not None:

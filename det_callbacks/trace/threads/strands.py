@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from det_callbacks.internals.torch import current_mode, pop_mode, push_mode
+from det_callbacks.digest.unobserved import hidden
+from det_callbacks.internals.torch import current_mode, pass_on, pop_mode, push_mode
 from det_callbacks.trace.attribution.backward import UNKNOWN, ThreadNodes
 from det_callbacks.trace.attribution.modules import ModuleCalls
 from det_callbacks.trace.attribution.places import Places
@@ -62,6 +63,7 @@ class Strands:
     def here(self) -> Strand | None:
         return self._running.get(get_ident()) if self._running else None
 
+    @hidden
     def enter(self, module: nn.Module, scope: OpScope | None, args: tuple[Any, ...]) -> None:
         """Note that a module is called in this thread; without a scope it is not in the model."""
         with self._step.lock:
@@ -75,6 +77,7 @@ class Strands:
             caller = strand.calls.current if strand.calls.stack else UNKNOWN
             strand.calls.enter(module, scope or caller)
 
+    @hidden
     def leave(self, module: nn.Module, output: Any, *, is_of_model: bool) -> None:
         with self._step.lock:
             strand = self.here()
@@ -134,7 +137,7 @@ class Strands:
             if self.mode is not None and self.mode.is_on and self.here() is strand:
                 with self.recording(strand):
                     return self.mode.__torch_dispatch__(func, types, args, kwargs)
-        return func(*args, **kwargs)
+        return pass_on(func, args, kwargs)
 
 
 class _StrandMode(DispatchMode): ...
