@@ -303,7 +303,7 @@ def _check_footer(footer: pq.FileMetaData) -> None:
     groups = [footer.row_group(index) for index in range(footer.num_row_groups)]
     columns = [group.column(index) for group in groups for index in range(group.num_columns)]
     sizes: dict[str, tuple[int, list[int]]] = {
-        "rows": (MAX_ROWS, [footer.num_rows, *(group.num_rows for group in groups)]),
+        "rows": (MAX_ROWS, [max(footer.num_rows, sum(group.num_rows for group in groups))]),
         "values": (MAX_VALUES, [column.num_values for column in columns]),
         "bytes": (MAX_BYTES, [column.total_uncompressed_size for column in columns]),
     }
