@@ -58,6 +58,12 @@ def make_folder(path: Path, *, instead: str = _ANY_FOLDER) -> None:
         path.mkdir(parents=True, exist_ok=True)
 
 
+def list_folder(path: Path) -> list[Path]:
+    """Return what is in a folder that is about to be written."""
+    with writing(path):
+        return [*path.iterdir()]
+
+
 def replace_atomically(path: Path, content: bytes, *, instead: str = _ANY_FOLDER) -> None:
     """Write a file so that a reader sees its new or its old content."""
     # processes of two nodes may have the same number

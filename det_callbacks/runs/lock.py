@@ -8,6 +8,8 @@ import errno
 import os
 import socket
 import warnings
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO
@@ -30,6 +32,7 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._path = (folder / LOCK_FILE).absolute()  # the program may change its directory
         self._file: BinaryIO | None = None
         self._owner = 0
 
@@ -44,7 +47,7 @@ class FolderLock:
         On a file system without locks a warning says that a second writer would go unnoticed.
         """
         make_folder(self._folder, instead=instead)
-        path = self._folder / LOCK_FILE
+        path = self._path
         if not self.is_held:
             self.release()  # a forked child leaves its parent's lock to the parent
         while self._file is None:
@@ -72,7 +75,8 @@ class FolderLock:
                 warnings.warn(text, CoverageWarning, stacklevel=2)
                 return
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise
+                with writing(self._path, instead=instead):
+                    raise
             file.seek(0)
             holder = file.read().decode(errors="replace") or "another process"
             raise RunInUseError(
@@ -84,9 +88,18 @@ class FolderLock:
     def release(self) -> None:
         """Release the lock; a second call does nothing."""
         is_held, file, self._file = self.is_held, self._file, None
-        if is_held:
+        if file is not None and is_held:
             # before closing: a forked child then holds a lock on a file without a name
-            with writing(self._folder):
-                (self._folder / LOCK_FILE).unlink(missing_ok=True)
-        if file is not None:
+            with closing(file), writing(self._folder):
+                self._path.unlink(missing_ok=True)
+        elif file is not None:
             file.close()
+
+    @contextmanager
+    def hold(self, *, instead: str) -> Iterator[None]:
+        """Hold the lock in a block."""
+        try:
+            self.acquire(instead=instead)
+            yield
+        finally:
+            self.release()
