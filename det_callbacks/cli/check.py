@@ -26,7 +26,7 @@ from det_callbacks.errors import CheckError, ReferenceFormatError, RunExistsErro
 from det_callbacks.report.console import STYLES, Section, Table, make_console, print_line, print_report, printable
 from det_callbacks.report.numerics import rounding_sentence
 from det_callbacks.report.verdict import verdict_report
-from det_callbacks.runs.disk import make_folder, writing
+from det_callbacks.runs.disk import list_folder, make_folder, writing
 from det_callbacks.runs.files import MANIFEST
 from det_callbacks.runs.patterns import as_patterns
 from det_callbacks.runs.replacement import REPLACEMENT, loses_steps, replace_run
@@ -342,7 +342,7 @@ def new_folder(to: str | Path | None, kind: str, *, option: str) -> Path:
     """Make a folder for runs that git ignores: ``to``, or one named by the time."""
     home = Path.cwd() / (to or f"{kind}/{datetime.now():%Y-%m-%d_%H-%M-%S-%f}")
     instead = f"nothing was run; pass another folder ({option})"
-    if os.path.isdir(home) and any(home.iterdir()):
+    if os.path.isdir(home) and list_folder(home, instead=instead):
         raise CheckError(f"{home} exists and is not empty; {instead}.")
     make_folder(home, instead=instead)
     with writing(home, instead=instead):

@@ -58,9 +58,9 @@ def make_folder(path: Path, *, instead: str = _ANY_FOLDER) -> None:
         path.mkdir(parents=True, exist_ok=True)
 
 
-def list_folder(path: Path) -> list[Path]:
+def list_folder(path: Path, *, instead: str = _ANY_FOLDER) -> list[Path]:
     """Return what is in a folder that is about to be written."""
-    with writing(path):
+    with writing(path, instead=instead):
         return [*path.iterdir()]
 
 

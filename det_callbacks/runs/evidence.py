@@ -12,7 +12,7 @@ import pyarrow as pa
 from det_callbacks.digest.host import digest_bytes, format_digest
 from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.runs.disk import AppendedFile
-from det_callbacks.runs.files import FORMAT_VERSION, READ_ERRORS, damaged
+from det_callbacks.runs.files import FORMAT_VERSION, READ_ERRORS, damaged, reading
 from det_callbacks.runs.stream import has_regular_end
 
 EVIDENCE_SCHEMA = pa.schema(
@@ -141,9 +141,11 @@ def _is(batch: pa.RecordBatch, column: str, value: object) -> np.ndarray:
 
 def read_evidence(path: Path, *, run_id: str, keep: Filter | None = None) -> Iterator[Row]:
     """Yield the rows that ``keep`` selects; after a kill, up to the last whole batch; none if there is no file."""
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
+    with reading(path):
+        if not path.is_file():
+            return
+        opened = path.open("rb")
+    with opened as file:
         try:
             stream = pa.ipc.open_stream(file)
         except READ_ERRORS as error:
@@ -159,7 +161,9 @@ def read_evidence(path: Path, *, run_id: str, keep: Filter | None = None) -> Ite
             except StopIteration:
                 break
             except READ_ERRORS:
-                if file.read(1):
+                with reading(path):
+                    has_more = bool(file.read(1))
+                if has_more:
                     raise damaged(path, "a record batch in its middle cannot be read") from None
                 break  # a kill interrupted the write
             digest = dict(metadata or {}).get(_DIGEST)
@@ -174,7 +178,9 @@ def read_evidence(path: Path, *, run_id: str, keep: Filter | None = None) -> Ite
 def _was_killed_in_header(path: Path, run_id: str) -> bool:
     """Return whether a kill came before the first rows: Arrow writes the header only with them."""
     header = _schema_of(run_id).serialize().to_pybytes()
-    return header.startswith(path.read_bytes()) and not _is_fit_complete(path)
+    with reading(path):
+        content = path.read_bytes()
+    return header.startswith(content) and not _is_fit_complete(path)
 
 
 def _is_fit_complete(path: Path) -> bool:

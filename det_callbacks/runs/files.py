@@ -1,5 +1,7 @@
 """The names of a run's files, the version of their format, and the error for a damaged file."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -30,6 +32,15 @@ def damaged(path: Path, what: object) -> ReferenceFormatError:
         "file from a copy.",
         str(path),
     )
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn an OSError of the block, such as a disk error, into the error for a damaged file."""
+    try:
+        yield
+    except OSError as error:
+        raise damaged(path, error) from error
 
 
 def table_path(folder: Path, kind: str, identity: int) -> Path:

@@ -65,17 +65,18 @@ class FolderLock:
             self._file.write(f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%F %T}".encode())
 
     def _lock(self, file: BinaryIO, instead: str) -> None:
-        try:
-            if fcntl is None:
-                raise OSError(errno.ENOSYS, "there is no flock")
-            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in _NO_LOCKS:
-                text = f"The file system of {self._folder} has no locks, so a second writer goes unnoticed."
-                warnings.warn(text, CoverageWarning, stacklevel=2)
+        with writing(self._path, instead=instead):
+            try:
+                if fcntl is None:
+                    raise OSError(errno.ENOSYS, "there is no flock")
+                fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                with writing(self._path, instead=instead):
+            except OSError as error:
+                if error.errno in _NO_LOCKS:
+                    text = f"The file system of {self._folder} has no locks, so a second writer goes unnoticed."
+                    warnings.warn(text, CoverageWarning, stacklevel=2)
+                    return
+                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                     raise
             file.seek(0)
             holder = file.read().decode(errors="replace") or "another process"
@@ -83,7 +84,7 @@ class FolderLock:
                 f"{self._folder} is being written by {holder}. Nothing was changed there. Wait until it ends, or "
                 f"{instead}.",
                 str(self._folder),
-            ) from error
+            )
 
     def release(self) -> None:
         """Release the lock; a second call does nothing."""

@@ -33,7 +33,7 @@ def make_room(path: Path, *, purpose: Purpose = "record", overwrite: bool = Fals
         return path
     if purpose == "verify" and _is_of_verification(path):
         # the verdict first, so that it is not taken for the next one's; run.json last, which says whose the files are
-        remove(sorted(reversed(present), key=lambda child: child.name not in _VERDICT_FILES))
+        remove(sorted(present, key=lambda child: (child.name not in _VERDICT_FILES, child.name == MANIFEST)))
         return path
     if purpose == "record" and not overwrite and (reason := _incomplete_reason(path)) is not None:
         raise RunExistsError(

@@ -36,7 +36,7 @@ def wait_to_replace(folder: Path, replace: Callable[[], object]) -> None:
     _waiting[_key(folder)] = replace
 
 
-def stop_waiting(folder: Path) -> None:
+def forget_replacement(folder: Path) -> None:
     """Stop waiting: the replacement goes on, or the process failed."""
     _waiting.pop(_key(folder), None)
 

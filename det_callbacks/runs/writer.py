@@ -25,10 +25,10 @@ from det_callbacks.runs.program import Layout, Program, chain_digest
 from det_callbacks.runs.replacement import (
     REPLACEMENT,
     finish_replacing,
+    forget_replacement,
     loses_steps,
     put_in_place,
     settle,
-    stop_waiting,
     wait_to_replace,
 )
 from det_callbacks.runs.selection import Selection
@@ -131,7 +131,8 @@ class RunWriter:
     @property
     def bytes_written(self) -> int:
         """Size of the steps of this attempt on this rank."""
-        return sum(path.stat().st_size for path in self._streams)
+        with writing(self.path):
+            return sum(path.stat().st_size for path in self._streams)
 
     @property
     def _streams(self) -> list[Path]:
@@ -272,13 +273,13 @@ class RunWriter:
         return self._lock is None or self._lock.is_held
 
     def _retake_lock(self) -> None:
-        def lead() -> str:
+        def take() -> str:
             if self.path.name == REPLACEMENT:
-                stop_waiting(self.path.parent)
+                forget_replacement(self.path.parent)
             self._take_lock()
-            return str(self.path)
+            return str(self.path)  # rank 0 may have put the run in its place
 
-        self.path = Path(self._peers.broadcast(lead, task=f"continuing the run {self.path}"))
+        self.path = Path(self._peers.gather(take, task=f"continuing the run {self.path}")[0])
         self.is_waiting = False
 
     def _take_lock(self) -> None:

@@ -1,4 +1,4 @@
-"""Counts the fits of this process, and knows which runs still wait for another fit, or for its end, to take their place."""
+"""Counts the fits of this process, and knows which runs wait for another fit, or for the end of the process."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 from det_callbacks.environment.variables import LAUNCH
 from det_callbacks.errors import DetCallbacksError, NothingComparedError
 from det_callbacks.report.console import end_process, print_closing_line, print_error
-from det_callbacks.runs.replacement import REPLACEMENT, settle, stop_waiting, waiting_folders
+from det_callbacks.runs.replacement import REPLACEMENT, forget_replacement, settle, waiting_folders
 
 # owner -> function that returns the error if no more fits follow
 _waiting: dict[object, Callable[[], DetCallbacksError | None]] = {}
@@ -64,7 +64,7 @@ def finish(*, has_failed: bool) -> DetCallbacksError | None:
     error = take_unfinished()
     for folder in waiting_folders():
         if error is not None or has_failed:
-            stop_waiting(folder)
+            forget_replacement(folder)
             text = f"the program failed, so {folder} is unchanged; the new run is in {folder / REPLACEMENT}"
             print_closing_line(f"det_callbacks: {text}")
         elif folder != _folder_of_command():
