@@ -19,11 +19,12 @@ KILL = -1  # instead of the number of an error
 
 
 class Injection:
-    """Counts the operations below a folder, and lets one of them fail with an error number, or kills the process."""
+    """Lets one operation below a folder fail with an error number, or kill the process; ``log`` lists them all."""
 
-    def __init__(self, folder: Path, *, at: int | None = None, fault: int = KILL) -> None:
+    def __init__(self, folder: Path, log: Path, *, at: int | None = None, fault: int = KILL) -> None:
         self._folder, self._at, self._fault = os.path.realpath(folder), at, fault
-        self.operations: list[str] = []
+        self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        self._number = -1
 
     def begin(self) -> None:
         sys.addaudithook(self._audit)
@@ -45,8 +46,9 @@ class Injection:
 
     def meet(self, operation: str, before: Callable[[], object] = lambda: None) -> None:
         """Count an operation; if it is the chosen one, do a part of it and fail."""
-        self.operations.append(operation)
-        if len(self.operations) - 1 != self._at:
+        os.write(self._log, f"{operation}\n".encode())
+        self._number += 1
+        if self._number != self._at:
             return
         before()
         if self._fault == KILL:
