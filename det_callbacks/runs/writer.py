@@ -256,6 +256,8 @@ class RunWriter:
         """
         try:
             self._close_files(complete=complete)
+            if complete and self._peers.rank == 0:
+                self.require_own()
             if complete and self.path.name == REPLACEMENT:
                 self._peers.run_on_all(lambda: None, task=f"closing their streams in {self.path}")
                 self.is_waiting = self._peers.broadcast(self._wait, task=f"replacing the run {self.path.parent}")
@@ -288,16 +290,20 @@ class RunWriter:
             return
         with _releasing_on_errors(self._lock):
             self._lock.acquire(instead=ANOTHER_FOLDER[self.manifest.purpose])
-            try:
-                now = read_manifest(self.path)
-            except ReferenceNotFoundError:
-                now = None
-            if now is None or (now.run_id, now.attempts) != (self.manifest.run_id, self.manifest.attempts):
-                raise RunExistsError(
-                    f"Another process has replaced or continued {self.path} since this one closed it. Nothing there "
-                    "was changed. If a script has several fits, start it again only after it has ended.",
-                    str(self.path),
-                )
+            self.require_own()
+
+    def require_own(self) -> None:
+        """Raise RunExistsError if another process has changed the run: since it was closed, or without locks."""
+        try:
+            now = read_manifest(self.path)
+        except ReferenceNotFoundError:
+            now = None
+        if now is None or (now.run_id, now.attempts) != (self.manifest.run_id, self.manifest.attempts):
+            raise RunExistsError(
+                f"Another process has replaced or continued {self.path}, which this one was writing. If a script has "
+                "several fits, start it again only after it has ended.",
+                str(self.path),
+            )
 
     def _close_files(self, *, complete: bool) -> None:
         finished, self._file = self._file, None
