@@ -12,7 +12,7 @@ import pyarrow as pa
 from det_callbacks.digest.host import digest_bytes, format_digest
 from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.runs.disk import AppendedFile
-from det_callbacks.runs.files import FORMAT_VERSION, READ_ERRORS, damaged, reading
+from det_callbacks.runs.files import FORMAT_VERSION, READ_ERRORS, damaged, reading_file
 from det_callbacks.runs.stream import has_regular_end
 
 EVIDENCE_SCHEMA = pa.schema(
@@ -141,7 +141,7 @@ def _is(batch: pa.RecordBatch, column: str, value: object) -> np.ndarray:
 
 def read_evidence(path: Path, *, run_id: str, keep: Filter | None = None) -> Iterator[Row]:
     """Yield the rows that ``keep`` selects; after a kill, up to the last whole batch; none if there is no file."""
-    with reading(path):
+    with reading_file(path):
         if not path.is_file():
             return
         opened = path.open("rb")
@@ -161,7 +161,7 @@ def read_evidence(path: Path, *, run_id: str, keep: Filter | None = None) -> Ite
             except StopIteration:
                 break
             except READ_ERRORS:
-                with reading(path):
+                with reading_file(path):
                     has_more = bool(file.read(1))
                 if has_more:
                     raise damaged(path, "a record batch in its middle cannot be read") from None
@@ -178,7 +178,7 @@ def read_evidence(path: Path, *, run_id: str, keep: Filter | None = None) -> Ite
 def _was_killed_in_header(path: Path, run_id: str) -> bool:
     """Return whether a kill came before the first rows: Arrow writes the header only with them."""
     header = _schema_of(run_id).serialize().to_pybytes()
-    with reading(path):
+    with reading_file(path):
         content = path.read_bytes()
     return header.startswith(content) and not _is_fit_complete(path)
 

@@ -35,7 +35,7 @@ def damaged(path: Path, what: object) -> ReferenceFormatError:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
+def reading_file(path: Path) -> Iterator[None]:
     """Turn an OSError of the block, such as a disk error, into the error for a damaged file."""
     try:
         yield

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from det_callbacks.runs.disk import AppendedFile
-from det_callbacks.runs.files import READ_ERRORS, damaged, reading
+from det_callbacks.runs.files import READ_ERRORS, damaged, reading_file
 from det_callbacks.runs.json_files import seal, unseal
 from det_callbacks.runs.store import Run
 
@@ -116,7 +116,7 @@ def _passes_through(step: int, ends: set[int]) -> bool:
 
 
 def _read(path: Path, run_id: str, *, num_listed: int) -> Iterator[Reading]:
-    with reading(path):
+    with reading_file(path):
         content = path.read_bytes() if path.is_file() else b""
     *lines, _ = content.split(b"\n")  # the last line may be incomplete
     if len(lines) < num_listed:

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from det_callbacks.digest.host import DIGEST_VERSION
-from det_callbacks.runs.files import FORMAT_VERSION, READ_ERRORS, damaged, reading
+from det_callbacks.runs.files import FORMAT_VERSION, READ_ERRORS, damaged, reading_file
 from det_callbacks.runs.program import StepRecord, chain_digest
 
 STREAM_SCHEMA = pa.schema(
@@ -75,7 +75,7 @@ def _head_of_step(num_digests: int) -> bytes:
 
 def has_regular_end(path: Path) -> bool:
     """Return whether a file of steps ends with the marker of a fit that ended as it should."""
-    with reading(path), path.open("rb") as file:
+    with reading_file(path), path.open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - len(END_OF_STREAM)))
         return file.read() == END_OF_STREAM
 

@@ -14,8 +14,8 @@ BANNED_WORDS = frozenset({"golden", "baseline", "snapshot", "actual", "actuals",
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _ANY_BANNED = re.compile("|".join(sorted(BANNED_WORDS)), re.IGNORECASE)
 
-# Calls that change the disk, or look into a folder before: ``path.open("wb")``, ``path.iterdir()``, ``path.replace(other)``
-# (text and data take two arguments or names).
+# Calls that change the disk, or look into a folder before: ``path.open("wb")``, ``path.iterdir()``,
+# ``path.replace(other)`` (text and data take two arguments or names).
 _WRITE = re.compile(
     r"""^\.(mkdir|makedirs|write_text|write_bytes|touch|rename|unlink|rmdir|copytree|copyfile|rmtree)\("""
     r"""|^\.(truncate|flock|iterdir|scandir|listdir)\("""
