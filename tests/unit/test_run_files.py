@@ -261,8 +261,9 @@ def test_what_a_process_left_that_was_killed_before_its_run_json_is_in_nobodys_w
     assert [child.name for child in path.iterdir()] == ["notes.txt"]
 
 
+@pytest.mark.parametrize("is_read", [False, True])
 @pytest.mark.parametrize("moment", range(6))
-def test_a_kill_while_one_run_takes_the_place_of_another_loses_neither(tmp_path, monkeypatch, moment):
+def test_a_kill_while_one_run_takes_the_place_of_another_loses_neither(tmp_path, monkeypatch, moment, is_read):
     run = record(tmp_path / "run", range(3))
     append(create(run, overwrite=True), [0], complete=False).close(complete=False)
     rename, moments = Path.rename, iter(range(moment))
@@ -279,6 +280,8 @@ def test_a_kill_while_one_run_takes_the_place_of_another_loses_neither(tmp_path,
     if moment:
         with pytest.raises(ReferenceNotFoundError, match=r"these folders in it are runs: \.(complete|moving)"):
             read_manifest(run)
+    if is_read:
+        assert Run.open(run).rank(0).num_steps == (1 if moment else 3)
     incomplete = r"holds an incomplete run: .*\. Nothing was changed\. Continue .* determinism\.overwrite=true"
     with pytest.raises(RunExistsError, match=incomplete if moment else "already holds a run"):
         make_room(run)
