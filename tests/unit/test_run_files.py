@@ -23,8 +23,8 @@ from det_callbacks.runs.disk import replace_atomically
 from det_callbacks.runs.files import table_path
 from det_callbacks.runs.manifest import Manifest, _digest, read_manifest, write_manifest
 from det_callbacks.runs.place import make_room
-from det_callbacks.runs.replacement import put_in_place
 from det_callbacks.runs.program import Layout, Program, SiteRow, TensorLayout
+from det_callbacks.runs.replacement import put_in_place
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.source_text import write_source_text
 from det_callbacks.runs.store import Run
