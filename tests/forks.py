@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 import torch._inductor.config
 from hydra.core.global_hydra import GlobalHydra
 
+from det_callbacks.training import fits
+
 
 def outside_ci() -> dict[str, str]:
     """The variables of this process without what says that it is a job of CI or a session of pytest."""
@@ -64,9 +66,11 @@ def end_with(body: Callable[[], Any], output: int | None = None) -> NoReturn:
         status = 0
     except SystemExit as leaving:
         status = int(leaving.code or 0)
-    except BaseException:  # a forked child has nobody above it: it prints what Python would, and ends
+    except BaseException as error:  # a forked child has nobody above it: it prints what Python would, and ends
+        sys.last_value = error
         sys.excepthook(*sys.exc_info())
     finally:
+        fits._end_waiting()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

@@ -26,9 +26,10 @@ from det_callbacks.errors import CheckError, ReferenceFormatError, RunExistsErro
 from det_callbacks.report.console import STYLES, Section, Table, encodable, make_console, print_line, print_report
 from det_callbacks.report.numerics import rounding_sentence
 from det_callbacks.report.verdict import verdict_report
-from det_callbacks.runs.disk import make_folder, writing
+from det_callbacks.runs.disk import list_folder, make_folder, writing
 from det_callbacks.runs.files import MANIFEST, READ_ERRORS, read_file
 from det_callbacks.runs.patterns import as_patterns
+from det_callbacks.runs.replacement import REPLACEMENT, loses_steps, replace_run
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import EXIT_CODES, Verdict
@@ -77,13 +78,17 @@ class Script:
     entry: str = ""  # entry of the environment that must differ if varied
 
     def record(self, run: Path, *, overwrite: bool = False, output: Path | None = None) -> CheckedRun:
-        before = _manifest(run)
+        places = run, run / REPLACEMENT
+        before = [*map(_manifest, places)]
         title = "record" if self.name == PLAIN else f"record, {self.name}, {self.change}"
         reason, nothing = self._start(title, output, mode="record", reference=str(run), overwrite=overwrite)
-        if not reason and _manifest(run) == before:
+        new = [place for place, was in zip(places, before, strict=True) if _manifest(place) not in (b"", was)]
+        if not reason and (not new or (new[-1] != run and loses_steps(run))):
             reason = nothing
-        elif not reason and (incomplete := Run.open(run).incomplete_reason):
+        elif not reason and (incomplete := Run.open(new[-1]).incomplete_reason):
             reason = f"The script succeeded, but its recording is incomplete: {incomplete}"
+        elif not reason and new[-1] != run:
+            replace_run(run)  # now, since only here is the script's status known
         name = RECORDING if self.name == PLAIN else self.name
         return CheckedRun(name=name, outcome="failed" if reason else "recorded", reason=reason, output=output)
 
@@ -337,7 +342,7 @@ def new_folder(to: str | Path | None, kind: str, *, option: str) -> Path:
     """Make a folder for runs that git ignores: ``to``, or one named by the time."""
     home = Path.cwd() / (to or f"{kind}/{datetime.now():%Y-%m-%d_%H-%M-%S-%f}")
     instead = f"nothing was run; pass another folder ({option})"
-    if os.path.isdir(home) and any(home.iterdir()):
+    if os.path.isdir(home) and list_folder(home, instead=instead):
         raise CheckError(f"{home} exists and is not empty; {instead}.")
     make_folder(home, instead=instead)
     with writing(home, instead=instead):

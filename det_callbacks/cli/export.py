@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from det_callbacks.errors import ExportError
-from det_callbacks.runs.disk import writing
+from det_callbacks.runs.disk import list_folder, writing
 from det_callbacks.runs.store import Run
 
 _TEXT = pa.dictionary(pa.int32(), pa.string())
@@ -44,7 +44,8 @@ class Export:
 def export_run(run_folder: str | Path, to: str | Path) -> Export:
     """Write a run to a new or empty folder, which appears when it is complete."""
     to = Path(os.path.abspath(to))  # "." has no name
-    if os.path.exists(to) and not (to.is_dir() and not any(to.iterdir())):
+    instead = "pass another folder (--to of det-callbacks export)"
+    if os.path.exists(to) and not (to.is_dir() and not list_folder(to, instead=instead)):
         what = "is not empty" if to.is_dir() else "is a file, but a data set is a folder"
         raise ExportError(f"{to} {what}. Nothing was changed. Pass a new or empty folder.", str(to))
     run = Run.open(run_folder, check_steps=False)
@@ -53,7 +54,7 @@ def export_run(run_folder: str | Path, to: str | Path) -> Export:
         raise ExportError(f"{run_folder} holds no step, so there is nothing to export. {to} was not created.", str(to))
     temporary = to.with_name(f".{to.name}.{os.getpid()}.tmp")
     try:
-        with writing(to, instead="pass another folder (--to of det-callbacks export)"):
+        with writing(to, instead=instead):
             for rank in ranks:
                 (temporary / f"rank={rank}").mkdir(parents=True)
             num_rows = sum(_write_rank(run, rank, temporary / f"rank={rank}" / "part-0.parquet") for rank in ranks)

@@ -24,7 +24,7 @@ from det_callbacks.report.verdict import verdict_lines
 from det_callbacks.runs.disk import writing
 from det_callbacks.runs.files import MANIFEST, read_file
 from det_callbacks.runs.lock import FolderLock
-from det_callbacks.runs.place import REPLACEMENT, put_in_place
+from det_callbacks.runs.replacement import REPLACEMENT, put_in_place, settle
 from det_callbacks.runs.store import Run
 from det_callbacks.settings import DeterminismSettings, enforce_determinism
 from det_callbacks.training.fits import take_unfinished
@@ -101,6 +101,7 @@ class TrainingRuns:
             raise SelectionError(f"{self._folder} holds references with names: pass name=..., or remove them.")
         if settings is not None:
             self._undo.enter_context(enforce_determinism(settings))
+        settle(reference)
         is_there = (reference / MANIFEST).exists()
         is_recording = self._record == "all" or (self._record is not None and not is_there)
         if not is_recording and not is_there:
@@ -195,13 +196,9 @@ def _keep(training: _Training) -> str:
                 return "unchanged"
         except DetCallbacksError:  # damaged, or recorded with a different selection: replace it
             pass
-    lock = FolderLock(target)  # two sessions may record at once
-    lock.acquire(instead="run one session at a time")
-    try:
+    with FolderLock(target).hold(instead="run one session at a time"):  # two sessions may record at once
         with writing(target, instead="run the tests where the folder of the test file is writable"):
             shutil.rmtree(target / REPLACEMENT, ignore_errors=True)  # left by a killed session
             shutil.copytree(training.folder, target / REPLACEMENT)
         put_in_place(target)
-    finally:
-        lock.release()
     return "re-recorded" if is_there else "recorded"

@@ -19,6 +19,8 @@ from det_callbacks.errors import (
 from det_callbacks.internals.versions import newer_than_tested
 from det_callbacks.observers.observations import REGISTRY, Observations
 from det_callbacks.report.console import print_closing_line
+from det_callbacks.runs.place import remove_verification
+from det_callbacks.runs.replacement import settle
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.writer import RunWriter
 from det_callbacks.settings import settings_in_force
@@ -160,6 +162,7 @@ class ObserverContext:
             saving = StepWriter(writer.stream, REPLAY, run_id=writer.manifest.run_id)
             self._replay = Replay(saving, TensorBudget(self.tensor_budget_mib))
             return
+        remove_verification(self.path)
         run = open_reference(self.reference, steps="all")
         if run.manifest.recorded_by != _RECORDED_BY:
             raise ReferenceFormatError(
@@ -241,5 +244,6 @@ class ObserverContext:
             self._verification.close(complete=complete)
         if self._writer is not None and self._num_sites:
             self._writer.close(complete=complete)
+            settle(self.path)  # nothing can follow in this run
         elif self._writer is not None:
             self._writer.discard()

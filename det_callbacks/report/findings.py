@@ -43,9 +43,9 @@ def findings_of(run: Run) -> list[Section]:
         return [Section(title="Findings", lines=[f"They cannot be read: {error}"])]
 
 
-def findings_line(path: Path) -> str:
-    """Return the line on findings at the end of a recording, or ""."""
-    command = f"det-callbacks findings {shlex.quote(str(path))}"
+def findings_line(path: Path, *, shown: Path) -> str:
+    """Return the line on findings at the end of a recording, or ""; ``shown`` is where the run will be."""
+    command = f"det-callbacks findings {shlex.quote(str(shown))}"
     try:
         findings = find_findings(Run.open(path, check_steps=False))
     except ReferenceFormatError as error:  # the recording itself is complete

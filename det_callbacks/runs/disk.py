@@ -64,6 +64,12 @@ def open_to_write(path: Path, mode: Literal["wb", "ab", "a+b"], *, buffering: in
     return open(path, mode, buffering, opener=open_without_links)
 
 
+def list_folder(path: Path, *, instead: str = _ANY_FOLDER) -> list[Path]:
+    """Return what is in a folder that is about to be written."""
+    with writing(path, instead=instead):
+        return [*path.iterdir()]
+
+
 def replace_atomically(path: Path, content: bytes, *, instead: str = _ANY_FOLDER) -> None:
     """Write a file so that a reader sees its new or its old content."""
     # processes of two nodes may have the same number

@@ -8,6 +8,8 @@ import errno
 import os
 import socket
 import warnings
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO
@@ -31,6 +33,7 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._path = (folder / LOCK_FILE).absolute()  # the program may change its directory
         self._file: BinaryIO | None = None
         self._owner = 0
 
@@ -46,7 +49,7 @@ class FolderLock:
         """
         make_folder(self._folder, instead=instead)
         refuse_links(self._folder)
-        path = self._folder / LOCK_FILE
+        path = self._path
         if not self.is_held:
             self.release()  # a forked child leaves its parent's lock to the parent
         while self._file is None:
@@ -64,31 +67,42 @@ class FolderLock:
             self._file.write(f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%F %T}".encode())
 
     def _lock(self, file: BinaryIO, instead: str) -> None:
-        try:
-            if fcntl is None:
-                raise OSError(errno.ENOSYS, "there is no flock")
-            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in _NO_LOCKS:
-                text = f"The file system of {self._folder} has no locks, so a second writer goes unnoticed."
-                warnings.warn(text, CoverageWarning, stacklevel=2)
+        with writing(self._path, instead=instead):
+            try:
+                if fcntl is None:
+                    raise OSError(errno.ENOSYS, "there is no flock")
+                fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise
+            except OSError as error:
+                if error.errno in _NO_LOCKS:
+                    text = f"The file system of {self._folder} has no locks, so a second writer goes unnoticed."
+                    warnings.warn(text, CoverageWarning, stacklevel=2)
+                    return
+                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                    raise
             file.seek(0)
             holder = file.read().decode(errors="replace") or "another process"
             raise RunInUseError(
                 f"{self._folder} is being written by {holder}. Nothing was changed there. Wait until it ends, or "
                 f"{instead}.",
                 str(self._folder),
-            ) from error
+            )
 
     def release(self) -> None:
         """Release the lock; a second call does nothing."""
         is_held, file, self._file = self.is_held, self._file, None
-        if is_held:
+        if file is not None and is_held:
             # before closing: a forked child then holds a lock on a file without a name
-            with writing(self._folder):
-                (self._folder / LOCK_FILE).unlink(missing_ok=True)
-        if file is not None:
+            with closing(file), writing(self._folder):
+                self._path.unlink(missing_ok=True)
+        elif file is not None:
             file.close()
+
+    @contextmanager
+    def hold(self, *, instead: str) -> Iterator[None]:
+        """Hold the lock in a block."""
+        try:
+            self.acquire(instead=instead)
+            yield
+        finally:
+            self.release()

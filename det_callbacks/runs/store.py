@@ -13,6 +13,7 @@ from det_callbacks.runs.evidence import NondeterministicOp, read_checked, read_v
 from det_callbacks.runs.json_files import read_json
 from det_callbacks.runs.manifest import Manifest, read_manifest
 from det_callbacks.runs.program import Layout, Program, StepRecord, StepView
+from det_callbacks.runs.replacement import settle
 from det_callbacks.runs.source_text import read_source_text
 from det_callbacks.runs.stream import Fit, StreamFile, make_fit
 
@@ -129,6 +130,7 @@ class Run:
     def open(cls, path: str | Path, *, ranks: Sequence[int] | None = None, check_steps: bool = True) -> "Run":
         """Open a run, or some of its ``ranks``; check every step against its chain now, or when it is read."""
         path = Path(path)
+        settle(path)
         run = cls(path, read_manifest(path), ranks)
         for rank in run.ranks if check_steps else ():
             run.rank(rank).check_steps()

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from det_callbacks.errors import RunExistsError, SelectionError, WriteError
+from det_callbacks.errors import ReferenceNotFoundError, RunExistsError, SelectionError, WriteError
 from det_callbacks.runs import files, tables
 from det_callbacks.runs.disk import ANOTHER_FOLDER, AppendedFile, make_folder, replace_atomically, writing
 from det_callbacks.runs.environment import EnvironmentEntry
@@ -20,8 +20,17 @@ from det_callbacks.runs.lock import FolderLock
 from det_callbacks.runs.manifest import Attempt, Manifest, Purpose, ResumedFit, read_manifest, write_manifest
 from det_callbacks.runs.metrics import Reading, append_reading, metrics_path
 from det_callbacks.runs.peers import ALONE, Peers
-from det_callbacks.runs.place import REPLACEMENT, make_room, put_in_place, remove_run
+from det_callbacks.runs.place import make_room, remove_run
 from det_callbacks.runs.program import Layout, Program, chain_digest
+from det_callbacks.runs.replacement import (
+    REPLACEMENT,
+    finish_replacing,
+    forget_replacement,
+    loses_steps,
+    put_in_place,
+    settle,
+    wait_to_replace,
+)
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.source_text import write_source_text
 from det_callbacks.runs.store import Run
@@ -54,6 +63,7 @@ class RunWriter:
         self._evidence: EvidenceWriter | None = None
         self._values: dict[int, str] = {}
         self.earlier: Run | None = None  # the run before this attempt
+        self.is_waiting = False  # whether it is complete, and may take the place of the run that it replaces
         self._shared_before = self._shared
         try:
             self._open_stream(is_new=True)
@@ -72,13 +82,14 @@ class RunWriter:
         purpose: Purpose = "record",
         overwrite: bool = False,
     ) -> "RunWriter":
-        """Start a new run; with ``overwrite``, it replaces an existing run when it closes as complete."""
+        """Start a new run; with ``overwrite``, it may replace an existing run: see ``close``."""
         path = Path(path)
 
         lock = FolderLock(path) if peers.rank == 0 else None
 
         def lead() -> list[str]:
             assert lock is not None, "this is rank 0"
+            settle(path)
             lock.acquire(instead=ANOTHER_FOLDER[purpose])
             room = make_room(path, purpose=purpose, overwrite=overwrite)
             return [uuid.uuid4().hex, str(room.relative_to(path))]
@@ -96,9 +107,11 @@ class RunWriter:
         lock = FolderLock(path) if peers.rank == 0 else None
 
         def lead() -> None:
+            settle(path)
             read_manifest(path)  # raises before a folder is made if there is no run
             assert lock is not None, "this is rank 0"
             lock.acquire(instead=ANOTHER_FOLDER["record"])
+            finish_replacing(path)
 
         with _releasing_on_errors(lock):
             peers.broadcast(lead, task=f"continuing the run {path}")
@@ -118,7 +131,8 @@ class RunWriter:
     @property
     def bytes_written(self) -> int:
         """Size of the steps of this attempt on this rank."""
-        return sum(path.stat().st_size for path in self._streams)
+        with writing(self.path):
+            return sum(path.stat().st_size for path in self._streams)
 
     @property
     def _streams(self) -> list[Path]:
@@ -236,13 +250,17 @@ class RunWriter:
         self._end(finished, complete=True)
 
     def close(self, *, complete: bool) -> None:
-        """Close the stream; all processes call this together if the run replaces another one."""
+        """Close the stream; all processes call this together if the run replaces another one.
+
+        If it is complete, it waits to replace that run (``settle``) unless a fit follows.
+        """
         try:
             self._close_files(complete=complete)
+            if complete and self._peers.rank == 0:
+                self.require_own()
             if complete and self.path.name == REPLACEMENT:
                 self._peers.run_on_all(lambda: None, task=f"closing their streams in {self.path}")
-                if self._peers.broadcast(self._replace, task=f"replacing the run {self.path.parent}"):
-                    self.path = self.path.parent
+                self.is_waiting = self._peers.broadcast(self._wait, task=f"replacing the run {self.path.parent}")
         finally:
             if self.manifest.purpose == "record":
                 self.release()
@@ -257,36 +275,57 @@ class RunWriter:
         return self._lock is None or self._lock.is_held
 
     def _retake_lock(self) -> None:
-        self._peers.broadcast(self._take_lock, task=f"continuing the run {self.path}")
+        def take() -> str:
+            if self.path.name == REPLACEMENT:
+                forget_replacement(self.path.parent)
+            self._take_lock()
+            return str(self.path)  # rank 0 may have put the run in its place
+
+        self.path = Path(self._peers.gather(take, task=f"continuing the run {self.path}")[0])
+        self.is_waiting = False
 
     def _take_lock(self) -> None:
         """Take the lock again after ``close``; raise RunExistsError if another process has changed the run since."""
         if self._is_held or self._lock is None:
             return
-        self._lock.acquire(instead=ANOTHER_FOLDER[self.manifest.purpose])
         with _releasing_on_errors(self._lock):
+            self._lock.acquire(instead=ANOTHER_FOLDER[self.manifest.purpose])
+            self.require_own()
+
+    def require_own(self) -> None:
+        """Raise RunExistsError if another process has changed the run: since it was closed, or without locks."""
+        try:
             now = read_manifest(self.path)
-            if (now.run_id, now.attempts) != (self.manifest.run_id, self.manifest.attempts):
-                raise RunExistsError(
-                    f"Another process has replaced or continued {self.path} since this one closed it. Nothing there "
-                    "was changed. If a script has several fits, start it again only after it has ended.",
-                    str(self.path),
-                )
+        except ReferenceNotFoundError:
+            now = None
+        if now is None or (now.run_id, now.attempts) != (self.manifest.run_id, self.manifest.attempts):
+            raise RunExistsError(
+                f"Another process has replaced or continued {self.path}, which this one was writing. If a script has "
+                "several fits, start it again only after it has ended.",
+                str(self.path),
+            )
 
     def _close_files(self, *, complete: bool) -> None:
         finished, self._file = self._file, None
         self._end(finished, complete=complete)
 
-    def _replace(self) -> bool:
-        """If this run is whole, replace the earlier run with it and return True."""
-        earlier = self.path.parent
-        had_steps = any((earlier / files.PROGRAMS).glob("*.parquet"))
-        has_steps = any((self.path / files.PROGRAMS).glob("*.parquet"))
-        # a run without steps, of a test alone, does not replace a run with steps
-        is_whole = (has_steps or not had_steps) and Run.open(self.path, check_steps=False).is_complete
+    def _wait(self) -> bool:
+        """If this run is whole, let it wait to replace the earlier run, and return True."""
+        self.path = self.path.absolute()  # the program may change its directory
+        is_whole = not loses_steps(self.path.parent) and Run.open(self.path, check_steps=False).is_complete
         if is_whole:
-            put_in_place(earlier)
+            wait_to_replace(self.path.parent, self._replace)
         return is_whole
+
+    def _replace(self) -> None:
+        if not self.path.parent.exists():
+            return  # the program has removed it all
+        try:
+            self._take_lock()
+            put_in_place(self.path.parent)
+        finally:
+            self.release()
+        self.path, self.is_waiting = self.path.parent, False
 
     def discard(self) -> None:
         """Discard this attempt and restore the folder, on all ranks unless it is the first attempt."""

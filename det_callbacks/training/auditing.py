@@ -39,14 +39,22 @@ class Auditing(Session):
         self._found: dict[tuple[str, str, str], list[tuple[int, OpMismatch]]] = {}
 
     @override
+    def withdraw(self) -> None:
+        if not self.stages and self.arguments.current is not None:
+            self._remove_files(self.arguments.current)
+
+    def _remove_files(self, folder: Path) -> None:
+        for name in (AUDIT_FILE, REPLAY_FILE):  # of an earlier audit
+            with writing(folder, instead=ANOTHER_FOLDER["audit"]):
+                (folder / name).unlink(missing_ok=True)
+
+    @override
     def follow(self, training: Training, ops: object) -> None:
         self.audit_report, self._training = None, training
         if self.stages == [FIT]:
             self._folder = self.arguments.current or free_folder(self.root, kind="audit")
             self._mode = BitwiseEquivalenceMode(model=training.module, base_phase=training.base_phase)
-        for name in (AUDIT_FILE, REPLAY_FILE):  # files of an earlier audit
-            with writing(self._folder, instead=ANOTHER_FOLDER["audit"]):
-                (self._folder / name).unlink(missing_ok=True)
+        self._remove_files(self._folder)
 
     @override
     def attach(self, training: Training) -> None:

@@ -69,10 +69,11 @@ class FollowedRun(RunArguments):
             self._stage.callback(self._group.close)
             self._stage.callback(self._replicas.close)
             self._group.open(training.world_size)
-            self._group.run_on_all(self._prepare, task="checking the settings")
             if self._session.is_over:
                 kind = {"record": Recording, "verify": Verifying, "audit": Auditing}[self.mode]
                 self._session = kind(self, self._group)
+            self._session.withdraw()
+            self._group.run_on_all(self._prepare, task="checking the settings")
             self._session.root = training.folder
             self.selection = self._session.prepare()
         self._ops = self._watch = None

@@ -14,12 +14,13 @@ from det_callbacks.report.findings import findings_line
 from det_callbacks.report.verdict import disagreement_text
 from det_callbacks.runs.metrics import Reading
 from det_callbacks.runs.peers import END_OF_FIT, Peers
-from det_callbacks.runs.place import DISAGREEMENT
+from det_callbacks.runs.replacement import DISAGREEMENT, REPLACEMENT, settle
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.runs.writer import RunWriter
 from det_callbacks.tensors.files import KeptCounts
 from det_callbacks.text import count
 from det_callbacks.training.arguments import RunArguments
+from det_callbacks.training.fits import replace_at_end
 from det_callbacks.training.session import FIT, TracedSession
 from det_callbacks.verify.verification import Verification
 
@@ -69,7 +70,7 @@ class Recording(TracedSession):
 
     def _open_run(self, *, continues: bool) -> None:
         options: dict[str, Any] = {"manifest": self.manifest, "peers": self.peers}
-        if continues and self.peers.broadcast((self.path / "run.json").exists, task=f"looking for {self.path}"):
+        if continues and self.peers.broadcast(self._has_run, task=f"looking for {self.path}"):
             self.run = RunWriter.resume(self.path, **options)
             assert self.run.earlier is not None, "it is resumed"
             # the run's folder holds diverging steps until the attempt is discarded
@@ -78,6 +79,10 @@ class Recording(TracedSession):
                 self.detector.begin_fit(segment, is_resumed=True, is_every_step=self._is_resuming)
         else:
             self.run = RunWriter.create(self.path, overwrite=self.arguments.overwrite, **options)
+
+    def _has_run(self) -> bool:
+        settle(self.path)
+        return (self.path / "run.json").exists()
 
     @override
     def _add(self, trace: StepTrace, *, step: int, epoch: int) -> bool:
@@ -142,7 +147,7 @@ class Recording(TracedSession):
             selected = "" if selection.is_every_step else selection.shown_steps
             text = closing_lines.nothing_recorded_text(path=self.path, selected=selected, is_resumed=self.is_resumed)
             raise NothingComparedError(text)
-        self.run.close(complete=True)
+        self._complete()
         kept = [rank.kept for rank in ranks if rank.kept is not None]
         self._print_once(
             closing_lines.recorded_line(
@@ -158,7 +163,7 @@ class Recording(TracedSession):
                 num_metrics=self._num_metrics,
             )
         )
-        if self.peers.rank == 0 and (text := findings_line(self.run.path)):
+        if self.peers.rank == 0 and (text := findings_line(self.run.path, shown=self.path)):
             self.print_line(text)
         self._warn_of_unused_patterns()
 
@@ -176,17 +181,25 @@ class Recording(TracedSession):
         before, now = self.peers.broadcast(lambda: [self._num_before_call, self._num_metrics], task=END_OF_FIT)
         if FIT not in self.stages:
             if now:
-                self.run.close(complete=True)
+                self._complete()
             else:
                 self._discard()
             if now == before:
                 raise NothingComparedError(closing_lines.no_metrics_text(call, reference=self.path))
         self._print_once(closing_lines.recorded_call_line(call, path=self._shown_path, num_metrics=now - before))
 
+    def _complete(self) -> None:
+        self.run.close(complete=True)
+        if self.run.is_waiting:
+            replace_at_end()
+
     @property
     def _shown_path(self) -> str:
-        path = self.run.path
-        return str(path) if path == self.path else f"{path}; {self.path} is unchanged"
+        if self.run.path.name != REPLACEMENT:
+            return str(self.path)
+        if self.run.is_waiting:
+            return f"{self.path}, where it replaces the earlier run when the program ends"
+        return f"{self.path / REPLACEMENT}; {self.path} is unchanged"
 
     def _at_end(self) -> _RankAtEnd:
         try:

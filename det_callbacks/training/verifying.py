@@ -25,6 +25,8 @@ from det_callbacks.runs.disk import ANOTHER_FOLDER, make_folder
 from det_callbacks.runs.files import stream_path
 from det_callbacks.runs.metrics import Reading
 from det_callbacks.runs.peers import END_OF_FIT
+from det_callbacks.runs.place import remove_verification
+from det_callbacks.runs.replacement import settle
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.runs.store import Run
@@ -42,11 +44,19 @@ class Verifying(TracedSession):
     _reference: Run
 
     @override
+    def withdraw(self) -> None:
+        current = self.arguments.current
+        if self.run is None and current is not None:
+            self.peers.broadcast(partial(remove_verification, current), task=f"making room in {current}")
+
+    @override
     def prepare(self) -> Selection:
         super().prepare()
         arguments = self.arguments
         if self.run is not None:
             return arguments.selection
+        # together: rank 0 may have to put a recording of this program in its place first
+        self.peers.broadcast(partial(settle, self.path), task=f"opening the reference {self.path}")
         opens = partial(open_reference, self.path, arguments.asked, steps=arguments.steps, peers=self.peers)
         try:
             self._reference = self.peers.run_on_all(opens, task=f"opening the reference {self.path}")

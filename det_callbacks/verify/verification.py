@@ -354,7 +354,9 @@ class Verification:
             self._writer.release()
 
     def _judge(self) -> Verdict:
-        return compare_runs(self.reference.path, self.current)
+        verdict = compare_runs(self.reference.path, self.current)
+        self._writer.require_own()  # without locks, the files may be those of another verification
+        return verdict
 
     def _seal(self, reason: str, *, complete: bool = True) -> bool:
         """Close the files of this rank and write its record; return whether it differs."""

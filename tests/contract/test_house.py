@@ -14,10 +14,12 @@ BANNED_WORDS = frozenset({"golden", "baseline", "snapshot", "actual", "actuals",
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _ANY_BANNED = re.compile("|".join(sorted(BANNED_WORDS)), re.IGNORECASE)
 
-# Calls that change the disk: ``path.open("wb")``, ``path.replace(other)`` (text and data take two arguments or names).
+# Calls that change the disk, or look into a folder before: ``path.open("wb")``, ``path.iterdir()``,
+# ``path.replace(other)`` (text and data take two arguments or names).
 _WRITE = re.compile(
     r"""^\.(mkdir|makedirs|write_text|write_bytes|touch|rename|unlink|rmdir|copytree|copyfile|rmtree)\("""
-    r"""|^\.open\(['"][rb]*[wax+]|^\.replace\([^,=]*\)$"""
+    r"""|^\.(truncate|flock|iterdir|scandir|listdir)\("""
+    r"""|^\.open\(['"][rb]*[wax+]|^\.open\((?!os\.devnull).*O_(WRONLY|RDWR|CREAT)|^\.replace\([^,=]*\)$"""
 )
 
 # Calls that open a file, and do what a link, a pipe or a device in its place does. ``open_file``, ``read_file`` and
@@ -94,7 +96,7 @@ def unguarded_writes(source: str) -> list[int]:
             text = ast.unparse(node)
             if _WRITE.search(text.removeprefix(ast.unparse(node.func.value))) and "ignore_errors=True" not in text:
                 found.append(node.lineno)
-    return found
+    return sorted(found)
 
 
 def opens(source: str) -> list[int]:
@@ -139,7 +141,9 @@ def test_each_rule_finds_what_it_forbids_and_nothing_else():
     )
     writes += "one.replace(other)\ntext.replace('a', 'b')\nrmtree(x)\nshutil.rmtree(x)\n"
     writes += "shutil.rmtree(x, ignore_errors=True)\nRun.open(path)\n"
-    assert unguarded_writes(writes) == [1, 6, 7, 10]
+    writes += "os.open(x, os.O_RDWR)\nos.open(x, os.O_RDONLY)\nfcntl.flock(x, 2)\nany(x.iterdir())\nos.scandir(x)\n"
+    writes += "file.truncate(0)\nos.open(os.devnull, os.O_WRONLY)\n"
+    assert unguarded_writes(writes) == [1, 6, 7, 10, 13, 15, 16, 17, 18]
     reads = "open(path)\npath.open('rb')\nRun.open(path)\npath.read_bytes()\nopen_file(path)\nos.open(path, 0)\n"
     reads += "np.fromfile(path)\nself.open()\npath.read_text()\nmodules.open(sees_ops=True)\nread_text([source])"
     assert opens(reads) == [1, 2, 4, 6, 7, 9]

@@ -27,9 +27,15 @@ def fork(words: Sequence[str], *, variables: Mapping[str, str], output: IO[bytes
     @contextmanager
     def followed() -> Iterator[None]:
         steps = follow_torch(variables[LAUNCH]) if LAUNCH in variables else None
-        yield
+        leaving = None
+        try:
+            yield
+        except SystemExit as error:
+            leaving = error
         if steps is not None:
             steps.end_process()
+        if leaving is not None:
+            raise leaving
 
     number = None if output is None else output.fileno()
     return fork_process(words, variables=variables, output=number, during=followed())

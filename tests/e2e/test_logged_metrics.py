@@ -245,6 +245,8 @@ def test_a_run_with_steps_outlives_metrics_alone_and_a_test_that_breaks_off(tmp_
     assert f"in {run}/.replacement; {run} is unchanged" in capsys.readouterr().out
     assert Session("verify", run).fit().verdict.verdict == "match"
     Session("record", run, overwrite=True).fit()
+    assert (run / ".replacement").exists()
+    assert Session("verify", run).fit().verdict.verdict == "match"
     assert not (run / ".replacement").exists()
 
 

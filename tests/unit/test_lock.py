@@ -2,15 +2,17 @@
 
 import errno
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 from stored_runs import OneOf, append, create, everything_in, join, record, resume
 
-from det_callbacks.errors import CoverageWarning, RunExistsError, RunInUseError
+from det_callbacks.errors import CoverageWarning, RunExistsError, RunInUseError, WriteError
 from det_callbacks.runs import lock as lock_module
 from det_callbacks.runs.lock import FolderLock
 from det_callbacks.runs.metrics import Metric, Reading
@@ -133,7 +135,9 @@ def test_a_run_that_was_replaced_or_continued_after_its_close_is_not_gone_on_wit
         append(change(path), [2], complete=True)
         before = everything_in(path)
         for act in (writer.start_segment, lambda writer=writer: writer.put_reading(READING)):
-            with pytest.raises(RunExistsError, match=r"Another process has replaced or continued .* since this one"):
+            with pytest.raises(
+                RunExistsError, match=r"Another process has replaced or continued .*, which this one was writing"
+            ):
                 act()
         assert everything_in(path) == before
         append(resume(path), [3], complete=True)
@@ -165,3 +169,40 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
     with pytest.warns(CoverageWarning, match="has no locks, so a second writer goes unnoticed"):
         lock.acquire(instead="wait")
     lock.release()
+
+
+def test_a_lock_that_fails_is_one_of_our_errors_and_holds_nothing(tmp_path, monkeypatch):
+    for name, error in (("flock", OSError(errno.EIO, "Input/output error")), ("unlink", OSError(errno.EROFS, "?"))):
+        lock = FolderLock(tmp_path)
+        with monkeypatch.context() as patch:
+            if name == "flock":
+                broken = Mock(wraps=lock_module.fcntl, flock=Mock(side_effect=error), LOCK_EX=2, LOCK_NB=4)
+                patch.setattr(lock_module, "fcntl", broken)
+            else:
+                patch.setattr(Path, "unlink", Mock(side_effect=error))
+            with pytest.raises(WriteError, match=re.escape(error.strerror)), lock.hold(instead="wait"):
+                assert name == "unlink"
+        assert not lock.is_held
+        with FolderLock(tmp_path).hold(instead="wait"):
+            pass
+
+
+@pytest.mark.filterwarnings("ignore:.*has no locks")
+def test_without_locks_the_writer_that_lost_its_files_does_not_end_well(tmp_path, monkeypatch):
+    no_locks = Mock(side_effect=OSError(errno.ENOSYS, "Function not implemented"))
+    monkeypatch.setattr(lock_module, "fcntl", Mock(wraps=lock_module.fcntl, flock=no_locks, LOCK_EX=2, LOCK_NB=4))
+    path = record(tmp_path / "run", range(4))
+    for is_first in (True, False):
+        one, other = (create(path, overwrite=True) for _ in range(2))
+        append(other, [0, 1], complete=True)
+        if is_first:
+            assert Run.open(path).manifest.run_id == other.manifest.run_id
+        with pytest.raises((RunExistsError, WriteError)):
+            append(one, [0], complete=True)
+        one._close_files(complete=False)
+        assert Run.open(path).manifest.run_id == other.manifest.run_id
+        assert Run.open(path).is_complete
+    first, second = (create(tmp_path / "current", purpose="verify") for _ in range(2))
+    second.close(complete=True)
+    with pytest.raises(RunExistsError, match="which this one was writing"):
+        first.close(complete=True)

@@ -22,8 +22,9 @@ from det_callbacks.runs import tables
 from det_callbacks.runs.disk import replace_atomically
 from det_callbacks.runs.files import table_path
 from det_callbacks.runs.manifest import Manifest, _digest, read_manifest, write_manifest
-from det_callbacks.runs.place import make_room, put_in_place
+from det_callbacks.runs.place import make_room
 from det_callbacks.runs.program import Layout, Program, SiteRow, TensorLayout
+from det_callbacks.runs.replacement import put_in_place
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.source_text import write_source_text
 from det_callbacks.runs.store import Run
@@ -260,8 +261,9 @@ def test_what_a_process_left_that_was_killed_before_its_run_json_is_in_nobodys_w
     assert [child.name for child in path.iterdir()] == ["notes.txt"]
 
 
+@pytest.mark.parametrize("is_read", [False, True])
 @pytest.mark.parametrize("moment", range(6))
-def test_a_kill_while_one_run_takes_the_place_of_another_loses_neither(tmp_path, monkeypatch, moment):
+def test_a_kill_while_one_run_takes_the_place_of_another_loses_neither(tmp_path, monkeypatch, moment, is_read):
     run = record(tmp_path / "run", range(3))
     append(create(run, overwrite=True), [0], complete=False).close(complete=False)
     rename, moments = Path.rename, iter(range(moment))
@@ -278,6 +280,8 @@ def test_a_kill_while_one_run_takes_the_place_of_another_loses_neither(tmp_path,
     if moment:
         with pytest.raises(ReferenceNotFoundError, match=r"these folders in it are runs: \.(complete|moving)"):
             read_manifest(run)
+    if is_read:
+        assert Run.open(run).rank(0).num_steps == (1 if moment else 3)
     incomplete = r"holds an incomplete run: .*\. Nothing was changed\. Continue .* determinism\.overwrite=true"
     with pytest.raises(RunExistsError, match=incomplete if moment else "already holds a run"):
         make_room(run)

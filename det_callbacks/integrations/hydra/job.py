@@ -18,7 +18,7 @@ from det_callbacks.errors import DetCallbacksError, NothingComparedError, Select
 from det_callbacks.integrations.lightning import DeterminismCallback
 from det_callbacks.settings import DeterminismSettings, enforce_determinism
 from det_callbacks.training import fits
-from det_callbacks.training.fits import take_unfinished
+from det_callbacks.training.fits import finish
 
 _ARGUMENTS = inspect.signature(DeterminismCallback).parameters
 
@@ -61,7 +61,7 @@ class Job:
 
     def end(self, job_return: JobReturn) -> DetCallbacksError | None:
         """Restore the settings; return our error, if any, that the job ends with and that sets its exit status."""
-        error: Any = take_unfinished()
+        error: Any = finish(has_failed=job_return.status == JobStatus.FAILED)
         self._undo.close()
         if job_return.status == JobStatus.FAILED:
             error = _error_of(job_return)

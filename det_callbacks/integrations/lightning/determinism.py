@@ -60,7 +60,7 @@ class DeterminismCallback(FollowedRun, pl.Callback):
             is Lightning's resume.
         audit_replicas_every_n_steps: how often to compare replicas, see ``ReplicaAuditCallback``; 0
             means never.
-        overwrite: replace a recorded run once the new one is complete.
+        overwrite: replace a recorded run once the process has ended well, or opens the folder.
         log_metrics: log ``determinism/*`` metrics, and show a status in the progress bar.
 
     Attributes:
