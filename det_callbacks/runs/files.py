@@ -101,28 +101,25 @@ def require_at_most(limit: int, number: int, what: str) -> None:
 def refuse_links(folder: Path, ranks: Collection[int] | None = None) -> None:
     """Raise ReferenceFormatError if a run, or what it has of these ranks, contains a link."""
     wanted = None if ranks is None else {*map(rank_folder, ranks)}
-    waiting = [str(folder)]
-    while waiting:
-        place = waiting.pop()
-        try:
-            entries = [*os.scandir(place)]
-        except (FileNotFoundError, NotADirectoryError):  # there is no run, or another process has removed the folder
-            continue
-        except OSError as error:
-            raise damaged(Path(place), error) from error
+
+    def is_seen(name: str) -> bool:
+        return bool(_OF_A_RUN.fullmatch(name)) and (wanted is None or not name.startswith("rank-") or name in wanted)
+
+    for place, folders, files in os.walk(folder, onerror=_refuse_unreadable):
         if place == str(folder):
-            entries = [entry for entry in entries if _OF_A_RUN.fullmatch(entry.name)]
-            if wanted is not None:
-                entries = [one for one in entries if not one.name.startswith("rank-") or one.name in wanted]
-        for entry in entries:
-            if entry.is_symlink():
+            folders[:], files = filter(is_seen, folders), [*filter(is_seen, files)]
+        for name in (*folders, *files):
+            if os.path.islink(path := os.path.join(place, name)):
                 raise ReferenceFormatError(
-                    f"{entry.path} is a link to {os.readlink(entry.path)}, and a run holds no links. It was not "
-                    "followed, and nothing was changed. Remove it, or copy the run without links (cp -rL).",
-                    entry.path,
+                    f"{path} is a link to {os.readlink(path)}, and a run holds no links. It was not followed, and "
+                    "nothing was changed. Remove it, or copy the run without links (cp -rL).",
+                    path,
                 )
-            if entry.is_dir(follow_symlinks=False):
-                waiting.append(entry.path)
+
+
+def _refuse_unreadable(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):  # no run, or another process has removed it
+        raise damaged(Path(error.filename), error) from error
 
 
 def table_path(folder: Path, kind: str, identity: int) -> Path:
