@@ -149,6 +149,11 @@ class Verifying(TracedSession):
         wait(self, unfinished)
 
     @override
+    def withdraw(self) -> None:
+        self.run.discard()
+        self.is_over = True
+
+    @override
     def stop(self, reason: str) -> None:
         verdict = self.verdict = self.run.stop(reason)
         found, num_steps = "no verdict", count(self.run.tally.num_steps, "step")
