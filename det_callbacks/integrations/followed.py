@@ -36,7 +36,7 @@ class FollowedLoop(TrainingRun):
 
     called = "run"
 
-    def __init__(self, asked: str, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, asked: str, module: nn.Module | None, optimizers: Sequence[Optimizer]) -> None:
         model = models_of(module, optimizers)
         super().__init__(**read_arguments(asked), model=model, optimizers=[*optimizers])
         self._ended_by: BaseException | None = None
@@ -61,7 +61,7 @@ class FollowedLoop(TrainingRun):
     def optimizers(self) -> Sequence[Optimizer]:
         return self._optimizers
 
-    def take(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def take(self, module: nn.Module | None, optimizers: Sequence[Optimizer]) -> None:
         self._model, self._optimizers = models_of(module, optimizers), [*optimizers]
 
     def holds(self, module: nn.Module) -> bool:
@@ -72,12 +72,12 @@ class FollowedLoop(TrainingRun):
         if not rank and not self._has_claimed:
             claim_run()
         self._has_claimed = True
-        self._owned = {id(parameter) for parameter in self._model.parameters()}
+        self._owned = {id(tensor) for tensor in (*self._model.parameters(), *self._model.buffers())}
         model = unwrapped(self._model)
         models = [*model.children()] if isinstance(model, SeveralModels) else [model]
-        self._trained = listed([type(one).__name__ for one in models])
+        self._trained = listed([type(one).__name__ for one in models]) or "parameters"
         self._by = listed(dict.fromkeys(type(one).__name__ for one in self._optimizers))
-        self._num_loaders = self._num_steps = self._num_drawn_steps = 0
+        self._num_loaders = self._num_steps = self._num_drawn_steps = self._num_updates = 0
         self._num_batches = 0  # loaded since the last update
         self._iteration: tuple[DrawnLoader, int] | None = None
         self._drawn: DrawnLoader | None = None
@@ -139,10 +139,10 @@ class FollowedLoop(TrainingRun):
         if self._is_in_step and len(waiting) > num_ahead:
             self._hooks.add_batch(waiting[-1 - num_ahead][0])
 
-    def end_step(self, seen: Seen, *, num_backwards: int) -> None:
-        """End a step, before which the script had computed gradients ``num_backwards`` times."""
+    def end_step(self, seen: Seen, *, num_updates: int) -> None:
         if not self.num_steps:
-            self._put_unrecorded(seen, num_backwards=num_backwards)
+            self._put_unrecorded(seen, num_iterations=seen.num_iterations)
+        self._num_updates += num_updates
         self._num_steps += 1
         self.num_steps += 1
         self._leave_step(None)
@@ -153,10 +153,10 @@ class FollowedLoop(TrainingRun):
         self._hooks.drop_step()
         self._step -= 1
 
-    def _put_unrecorded(self, seen: Seen, *, num_backwards: int | None = None) -> None:
-        """Note updates outside all steps: of the first iterations if ``num_backwards`` counts them."""
+    def _put_unrecorded(self, seen: Seen, *, num_iterations: int | None = None) -> None:
+        """Note updates outside all steps, which are those of the first iterations or came later."""
         if seen.updates:
-            self._unrecorded.append(unrecorded_updates(seen.updates, num_backwards=num_backwards))
+            self._unrecorded.append(unrecorded_updates(seen.updates, num_iterations=num_iterations))
             seen.updates.clear()
 
     @property
@@ -190,8 +190,11 @@ class FollowedLoop(TrainingRun):
         loaders = count(self._num_loaders, "DataLoader") if self._num_loaders else "no DataLoader"
         unit = ""
         if len(self._optimizers) > 1:
-            is_batch = self._num_drawn_steps == self._num_steps
-            unit = f"; each {'batch' if is_batch else 'update'} is a step"
+            unit = "; each update, or several in a row, is a step"
+            if self._num_drawn_steps == self._num_steps:
+                unit = "; each batch is a step"
+            elif self._num_updates == self._num_steps:
+                unit = "; each update is a step"
         self._put_unrecorded(seen)
         if has_no_update:
             self._unrecorded.append(

@@ -358,7 +358,8 @@ class TrainingRun(FollowedRun):
     @override
     def _prepare(self) -> None:
         TORCH.require(RECORDING)
-        owned = {id(parameter) for parameter in self._training.module.parameters()}
+        module = self._training.module
+        owned = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         for number, optimizer in enumerate(self._optimizers):
             parameters = parameters_of(optimizer)
             if strange := sum(id(one) not in owned for one in parameters):

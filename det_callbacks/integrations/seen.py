@@ -28,12 +28,15 @@ class Seen:
         self.updates = Counter[str]()
         self.updates_elsewhere = Counter[str]()  # in another thread, or after a Trainer of Lightning
         self.num_parameters: dict[str, int] = {}
-        self.num_backwards = 0
+        self.num_backwards = self.num_iterations = 0  # iterations with an update that no step of the run holds
+        self._num_backwards_before = -1  # the last such update
         self._others: list[str] = []  # optimizers of other libraries
 
     def note_update(self, name: str, num_parameters: int) -> None:
         self.updates[name] += 1
         self.num_parameters[name] = num_parameters
+        self.num_iterations += self.num_backwards != self._num_backwards_before
+        self._num_backwards_before = self.num_backwards
 
     def note_backward(self, of_torch: tuple[type, ...]) -> None:
         self.num_backwards += 1

@@ -52,6 +52,7 @@ class TorchSteps:
         self._first_called: nn.Module | None = None  # its call began the step
         self._num_calls = 0  # of that module since then
         self._stepped: set[int] = set()  # optimizers that stepped in this step, by identity
+        self._after_hooks: Callable[[Optimizer], None] | None = None  # called when all hooks of an update have run
         self._last_to_step = 0  # of an iteration that no call of a module announces; 0 if calls do
         self._num_backwards = 0  # before the step
         self._has_trained = False  # whether a module was called in training mode
@@ -109,6 +110,17 @@ class TorchSteps:
         self._optimizers.append(ref(optimizer))
         self._trained.clear()
         self._follow_own_calls()
+        owner = next(kind for kind in type(optimizer).__mro__ if "step" in vars(kind))
+        if not self._replaced.has_replaced(owner, "step"):
+            self._replaced.around(owner, "step", self._update)
+
+    def _update(self, step: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        result = step(optimizer, *args, **kwargs)
+        # not in the hook, because a run that begins adds hooks of its own
+        if not torch.compiler.is_compiling() and self._after_hooks is not None:
+            act, self._after_hooks = self._after_hooks, None
+            act(optimizer)
+        return result
 
     def _follow_own_calls(self) -> bool:
         """See calls of modules whose class has a ``__call__`` that is not torch's; return whether any is new."""
@@ -230,9 +242,9 @@ class TorchSteps:
             self._note_elsewhere(optimizer)
         elif self._run is None or not self._run.is_in_step:
             self._seen.note_update(type(optimizer).__name__, len(parameters_of(optimizer)))
-            self._begin_after(optimizer)
+            self._after_hooks = self._begin_after
         elif self._last_to_step:
-            self._end_after(optimizer)
+            self._after_hooks = self._end_after
         else:
             self._stepped.add(id(optimizer))
             self._awaits_module = True
@@ -313,7 +325,7 @@ class TorchSteps:
             if self._run is None:
                 print_errors_plainly(self.fail)
                 self._owner = os.getpid()
-                self._run = FollowedLoop(self._asked, module or nn.Module(), self._optimizers_with(module))
+                self._run = FollowedLoop(self._asked, module, self._optimizers_with(module))
                 self._run.begin_fit()
             elif module is not None and not self._run.holds(module):
                 self._run.end(self._seen)
@@ -340,11 +352,12 @@ class TorchSteps:
             self._end_step()
 
     def _end_step(self) -> None:
+        num_updates = len(self._stepped)
         self._stepped.clear()
         self._awaits_module, self._has_drawn = True, False
         if self._run is not None:
             with self._failing_once():
-                self._run.end_step(self._seen, num_backwards=self._num_backwards)
+                self._run.end_step(self._seen, num_updates=num_updates)
 
     def _drop_step(self) -> None:
         assert self._run is not None, "it is in a step"

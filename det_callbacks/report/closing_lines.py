@@ -88,13 +88,13 @@ def after_last_update(*, num_batches: int, num_calls: int, num_backwards: int, m
     return f"{what}, after which {optimizers} did not step"
 
 
-def unrecorded_updates(updates: Mapping[str, int], *, num_backwards: int | None = None) -> str:
-    """Return updates that no step holds; ``num_backwards`` counts the first iterations, if they were there."""
+def unrecorded_updates(updates: Mapping[str, int], *, num_iterations: int | None = None) -> str:
+    """Return updates that no step holds; ``num_iterations`` counts their iterations if these were the first."""
     steps = listed([f"{count(number, 'step')} of {name}" for name, number in updates.items()])
-    if num_backwards is None:
+    if num_iterations is None:
         return f"{steps}, before which no module with their parameters was called"
-    which = "the first iteration" if num_backwards < 2 else f"the first {num_backwards:,} iterations"
-    return f"{which} of the loop, with {steps}: the parameters were made, or no module was called, before these steps"
+    which = "the first iteration" if num_iterations == 1 else f"the first {num_iterations:,} iterations"
+    return f"{which} of the loop ({steps}), since no module with the parameters was called before"
 
 
 def verified_line(verdict: Verdict, *, level: str, report: Path | None = None) -> str:
