@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 import torch._inductor.config
 from hydra.core.global_hydra import GlobalHydra
 
+from det_callbacks.environment.variables import launch_request
+
 
 def outside_ci() -> dict[str, str]:
     """The variables of this process without what says that it is a job of CI or a session of pytest."""
@@ -33,6 +35,7 @@ def fork_process(
         for name in set(os.environ) - set(variables):
             del os.environ[name]
         os.environ.update(variables)
+        launch_request.cache_clear()
         sys.argv = [*words[1:]]
         sys.path.insert(0, str(Path(words[1]).resolve().parent))
         GlobalHydra.instance().clear()
