@@ -53,7 +53,7 @@ _UNSEEN = (
 )
 _ANOTHER_WAY = (
     "If the script updates parameters without an optimizer of torch.optim, put its loop into a TrainingRun "
-    "(docs/how-to/plain-loop.md). JAX, Keras and TensorFlow are not supported"
+    "(docs/how-to/plain-loop.md)"
 )
 
 

@@ -61,7 +61,7 @@ def _report_seen() -> None:
     from det_callbacks.integrations.seen import report_seen  # noqa: PLC0415  # a process that ends needs no speed
 
     if "torch" not in sys.modules:
-        report_seen("torch was not imported", is_of_torch=False)
+        report_seen("torch was not imported, and no other framework is supported", is_of_torch=False)
 
 
 def _after_import(name: str, call: Callable[[Any], object]) -> None:

@@ -43,7 +43,7 @@ class Seen:
         if self.num_backwards == 1 and not self.made:
             self._others = _others(of_torch)
 
-    def text(self, *, has_trainer: bool) -> str:
+    def text(self) -> str:
         """Return what was seen in a process that recorded no step."""
         backwards = f"backward() ran {_times(self.num_backwards)}" if self.num_backwards else "backward() did not run"
         if self.updates or self.updates_elsewhere:
@@ -57,8 +57,6 @@ class Seen:
                 for name, number in self.updates_elsewhere.items()
             ]
             return "; ".join(parts)
-        if has_trainer:
-            return "a Trainer of Lightning was built, but det-callbacks recorded no fit of it"
         if self.made:
             return f"{listed(self.made)} did not step, and {backwards}"
         others = f" (the script has {listed(self._others)})" if self._others else ""

@@ -47,7 +47,8 @@ class TorchSteps:
     def __init__(self, asked: str) -> None:
         self._asked = asked
         self._run: FollowedLoop | None = None
-        self._is_off = self._has_trainer = False
+        self._is_off = False
+        self._recorder = ""  # what records instead
         self._awaits_module = True  # a call of a module may begin or end a step
         self._first_called: nn.Module | None = None  # its call began the step
         self._num_calls = 0  # of that module since then
@@ -100,8 +101,8 @@ class TorchSteps:
                 "This script trains in its own loop and then builds a Lightning Trainer, but det-callbacks follows "
                 "only one of them. Split the script in two."
             )
-        self._is_off = self._has_trainer = True
-        self._owner = os.getpid()
+        self._is_off, self._owner = True, os.getpid()
+        self._recorder = "a Trainer of Lightning was built, but det-callbacks recorded no fit of it"
 
     def _note_optimizer(self, init: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         init(optimizer, *args, **kwargs)
@@ -317,6 +318,7 @@ class TorchSteps:
 
         if self._run is None and FollowedLoop.is_replaced():
             self._is_off, self._owner = True, os.getpid()
+            self._recorder = "the script has its own run"
             return
         self._watch_process()
         self._has_trained |= module is not None and module.training
@@ -400,7 +402,7 @@ class TorchSteps:
                 sys.excepthook(type(error), error, error.__traceback__)
             self._run.end_process(self._seen)
         if not is_owner or self._run is None or not self._run.has_recorded:
-            report_seen(self._seen.text(has_trainer=self._has_trainer))
+            report_seen(self._recorder or self._seen.text())
 
     def _give_workers(self, loader: Any) -> None:
         from det_callbacks.environment.variables import NUM_WORKERS  # noqa: PLC0415  # only where a loader begins

@@ -97,7 +97,8 @@ class Session:
     pause = unpause = _nothing
     # ``follow`` precedes the setup of the data, ``attach`` follows it; ``close`` may be called twice
     follow = attach = close = put_metrics = resume_metrics = _nothing
-    # ``end`` prints the closing line and raises; ``stop`` closes the files after an exception; ``withdraw`` removes a run without steps
+    # ``end`` prints the closing line and raises; ``stop`` closes the files after an exception
+    # ``withdraw`` removes a run without steps
     end = stop = progress = withdraw = _nothing
 
     def _print_once(self, text: str) -> None:

@@ -16,7 +16,7 @@ from test_launch import TORCHRUN, start
 from det_callbacks import compare_runs
 from det_callbacks.cli import check as checks
 from det_callbacks.cli import main
-from det_callbacks.environment.variables import LAUNCH
+from det_callbacks.environment.variables import launch_request
 from det_callbacks.integrations.torch_steps import follow_torch
 from det_callbacks.runs.store import Run as StoredRun
 
@@ -27,7 +27,8 @@ Command = Callable[..., Ended]
 def fork(words: Sequence[str], *, variables: Mapping[str, str], output: IO[bytes] | None = None) -> int:
     @contextmanager
     def followed() -> Iterator[None]:
-        steps = follow_torch(variables[LAUNCH]) if LAUNCH in variables else None
+        asked = launch_request()
+        steps = None if asked is None else follow_torch(asked)
         yield
         if steps is not None:
             _run_finalizers(0)
