@@ -117,7 +117,7 @@ class TorchSteps:
 
     def _update(self, step: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         result = step(optimizer, *args, **kwargs)
-        # not in the hook, because a run that begins adds hooks of its own
+        # not in the hook: a run that begins here adds more hooks
         if not torch.compiler.is_compiling() and self._after_hooks is not None:
             act, self._after_hooks = self._after_hooks, None
             act(optimizer)
