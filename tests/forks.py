@@ -6,13 +6,14 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from multiprocessing.util import _run_finalizers
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch._inductor.config
 from hydra.core.global_hydra import GlobalHydra
 
-from det_callbacks.training import fits
+from det_callbacks.environment.variables import launch_request
 
 
 def outside_ci() -> dict[str, str]:
@@ -35,6 +36,7 @@ def fork_process(
         for name in set(os.environ) - set(variables):
             del os.environ[name]
         os.environ.update(variables)
+        launch_request.cache_clear()
         sys.argv = [*words[1:]]
         sys.path.insert(0, str(Path(words[1]).resolve().parent))
         GlobalHydra.instance().clear()
@@ -70,7 +72,8 @@ def end_with(body: Callable[[], Any], output: int | None = None) -> NoReturn:
         sys.last_value = error
         sys.excepthook(*sys.exc_info())
     finally:
-        fits._end_waiting()
+        _run_finalizers(0)  # as Python does at its end
+        _run_finalizers()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

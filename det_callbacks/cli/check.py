@@ -21,7 +21,7 @@ from det_callbacks.compare.evidence import read_window
 from det_callbacks.compare.numerics import compare_numerics
 from det_callbacks.compare.record import REPORT_FILE, VERDICT_FILE
 from det_callbacks.compare.rounding import write_rounding
-from det_callbacks.environment.variables import FILL_MEMORY, LAUNCH, NUM_WORKERS, PERTURB, REFUSAL
+from det_callbacks.environment.variables import FILL_MEMORY, LAUNCH, NUM_WORKERS, PERTURB, REFUSAL, SEEN
 from det_callbacks.errors import CheckError, ReferenceFormatError, RunExistsError
 from det_callbacks.report.console import STYLES, Section, Table, encodable, make_console, print_line, print_report
 from det_callbacks.report.numerics import rounding_sentence
@@ -48,12 +48,13 @@ _OF_SCRIPT = {
     "not_comparable": "the two runs differ, and so do their machines",
     "failed": "the script could not be checked",
 }
-_NOTHING = (
-    "The script succeeded, but nothing was {}: no Lightning Trainer ran a fit, and no optimizer of torch.optim stepped "
-    "after a call of a module that holds its parameters, with gradients enabled; or the script records itself, with a "
-    "DeterminismCallback or a TrainingRun; or it trains with JAX, Keras or TensorFlow, which this command cannot "
-    "reach; or the Python that trains has no det_callbacks installed, or ignores PYTHONPATH (its flags -E and -I). If "
-    "the script updates parameters itself, put its loop into a TrainingRun (docs/how-to/plain-loop.md)"
+_UNSEEN = (
+    "no process told what it did with torch: the Python that trains has no det_callbacks installed, or ignores "
+    "PYTHONPATH (its flags -E and -I), or its processes were killed"
+)
+_ANOTHER_WAY = (
+    "If the script updates parameters without an optimizer of torch.optim, put its loop into a TrainingRun "
+    "(docs/how-to/plain-loop.md)"
 )
 
 
@@ -136,7 +137,8 @@ class Script:
                 raise CheckError(f"{self.words[0]} cannot be started: {error}{_how_to_start(self.words)}") from error
             if claim.exists() and (text := claim.read_text(encoding="utf-8")):
                 raise CheckError(f"{text}. Start det-callbacks for each of them.")
-            nothing = _NOTHING.format("recorded" if arguments["mode"] == "record" else "verified")
+            done = "recorded" if arguments["mode"] == "record" else "verified"
+            nothing = f"The script succeeded, but nothing was {done}: {_seen(claim.parent)}. {_ANOTHER_WAY}"
             refusal = claim.with_name(REFUSAL)
             if status > 0 and refusal.exists():
                 return refusal.read_text(encoding="utf-8"), nothing
@@ -144,6 +146,13 @@ class Script:
             return f"The process was killed by signal {-status} ({signal.strsignal(-status)})", nothing
         failed = f"The script exited with status {status}; its output shows the error"
         return failed if status else "", nothing
+
+
+def _seen(folder: Path) -> str:
+    """Return what the processes of the script did; those without torch count only if none has it."""
+    seen = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob(f"{SEEN}*"))]
+    of_torch = [text for is_of_torch, text in seen if is_of_torch]
+    return "; ".join(dict.fromkeys(of_torch or [text for _, text in seen])) or _UNSEEN
 
 
 def _how_to_start(words: Sequence[str]) -> str:

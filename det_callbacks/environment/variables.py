@@ -1,10 +1,16 @@
 """Environment variables that pass the command line's requests to the scripts it starts, and to their ranks."""
 
+import os
+from functools import cache
+
 LAUNCH = "DET_CALLBACKS_LAUNCH"
 """The request of ``det-callbacks record``, ``verify`` or ``check``, as JSON: see ``integrations/launch.py``."""
 
 REFUSAL = "refusal"
 """File next to the claim of a launch, where the callback writes why it ended the script."""
+
+SEEN = "seen-"
+"""Begin of the names of files next to the claim, where each process writes what it did with torch."""
 
 FILL_MEMORY = "DET_CALLBACKS_FILL_MEMORY"
 """``DeterminismCallback`` fills memory that recorded ops allocate without writing it with this byte, at level op."""
@@ -14,3 +20,9 @@ PERTURB = "DET_CALLBACKS_PERTURB"
 
 NUM_WORKERS = "DET_CALLBACKS_NUM_WORKERS"
 """``DeterminismCallback`` gives the training's DataLoaders this number of workers."""
+
+
+@cache
+def launch_request() -> str | None:
+    """Return the command's request, read once: a script may clear its variables."""
+    return os.environ.get(LAUNCH)

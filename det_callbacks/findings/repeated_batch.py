@@ -11,7 +11,7 @@ from itertools import pairwise
 from det_callbacks.findings.equal_workers import equal_rounds
 from det_callbacks.findings.facts import MIN_STEPS, FitFacts
 from det_callbacks.findings.rule import Found, Level, found_in, from_to, of_one_process
-from det_callbacks.runs.environment import FOLLOWED
+from det_callbacks.runs.environment import FOLLOWED, OPTIMIZER
 from det_callbacks.text import listed
 
 NAME = "repeated_batch"
@@ -33,13 +33,17 @@ def find(fit: FitFacts) -> Found | None:
         return None
     # in a followed script, each iter(loader) begins an epoch
     spans_epochs = has_more_data and fit.choice(FOLLOWED) is not None
+    # without a loader the updates of several optimizers are a step each, and may share the batch of an iteration
+    has_several = fit.choice(FOLLOWED) is not None and ", " in str(fit.choice(OPTIMIZER))
+    programs = {record.step: program.id for program, records in fit.programs for record in records}
     num_pairs, streak, longest, repeated = 0, 0, 0, list[int]()
     for (step, epoch, batch), (next_step, next_epoch, next_batch) in pairwise(fit.batches):
         if next_step != step + 1 or (next_epoch != epoch and not spans_epochs):
             streak = 0
             continue
         num_pairs += 1
-        streak = streak + 1 if batch == next_batch else 0
+        is_other_update = has_several and programs[step] != programs[next_step]
+        streak = streak + 1 if batch == next_batch and not is_other_update else 0
         longest = max(longest, streak)
         if streak:
             repeated.append(next_step)

@@ -1,14 +1,13 @@
 """Reads the request of ``det-callbacks record``, ``verify`` or ``check``, and reports errors to the command."""
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from det_callbacks.environment.variables import LAUNCH, REFUSAL
+from det_callbacks.environment.variables import REFUSAL, launch_request
 from det_callbacks.errors import DetCallbacksError, DivergenceError, SelectionError, SettingsError, WriteError
 from det_callbacks.report.console import print_error
 from det_callbacks.runs.disk import writing
@@ -28,13 +27,18 @@ def read_arguments(asked: str) -> dict[str, Any]:
     return {**arguments, "settings": DeterminismSettings.choose(**settings) if settings else None}
 
 
+def request() -> dict[str, Any]:
+    asked: dict[str, Any] = json.loads(launch_request() or "null")
+    return asked
+
+
 def claim_run() -> None:
     """Claim the run for this process; raise ``SelectionError`` in a second process that is not a rank of it.
 
     The first process creates the claim file. A second process, whose verdict would replace the
     first, writes its error into the file, where the command reads it.
     """
-    claim = Path(json.loads(os.environ[LAUNCH])["claim"])
+    claim = Path(request()["claim"])
     with writing(claim, instead=_ANOTHER_TMPDIR):
         try:
             claim.touch(exist_ok=False)
@@ -44,9 +48,16 @@ def claim_run() -> None:
             raise SelectionError(f"{text}. Start det-callbacks for each of them.") from error
 
 
+def withdraw_claim() -> None:
+    """Let another process claim the run, because nothing was trained in this one."""
+    claim = Path(request()["claim"])
+    with writing(claim, instead=_ANOTHER_TMPDIR):
+        claim.unlink()
+
+
 def report_to_command(error: BaseException) -> bool:
     """Write why det_callbacks ends the script, for the command; return whether the command prints it."""
-    asked = json.loads(os.environ[LAUNCH])
+    asked = request()
     if not isinstance(error, DetCallbacksError):
         return False
     if asked["arguments"]["mode"] == "verify" and isinstance(error, DivergenceError):

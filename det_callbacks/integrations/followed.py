@@ -10,14 +10,15 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from det_callbacks.errors import DetCallbacksError, NothingComparedError, SelectionError
-from det_callbacks.integrations.command import claim_run, read_arguments, report_to_command
+from det_callbacks.integrations.command import claim_run, read_arguments, report_to_command, withdraw_claim
 from det_callbacks.integrations.loop import TrainingRun, unwrapped
+from det_callbacks.integrations.seen import Seen
 from det_callbacks.integrations.torch_models import SeveralModels, models_of
 from det_callbacks.internals.torch import memory_address
 from det_callbacks.observers.observations import REGISTRY
-from det_callbacks.report.closing_lines import no_update_line
+from det_callbacks.report.closing_lines import after_last_update, unrecorded_updates
 from det_callbacks.report.console import end_process, print_closing_line, print_error
-from det_callbacks.runs.environment import FOLLOWED
+from det_callbacks.runs.environment import FOLLOWED, UNRECORDED
 from det_callbacks.text import count, listed
 from det_callbacks.trace.dispatch import runs_uncompiled
 from det_callbacks.trace.state.leaves import flatten
@@ -35,11 +36,14 @@ class FollowedLoop(TrainingRun):
 
     called = "run"
 
-    def __init__(self, asked: str, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, asked: str, module: nn.Module | None, optimizers: Sequence[Optimizer]) -> None:
         model = models_of(module, optimizers)
         super().__init__(**read_arguments(asked), model=model, optimizers=[*optimizers])
         self._ended_by: BaseException | None = None
         self._has_claimed = False
+        self.num_steps = 0  # of all fits
+        self._unrecorded: list[str] = []  # parts of the script's training that no step holds
+        self._num_told = 0  # of them
 
     @staticmethod
     def is_replaced() -> bool:
@@ -57,7 +61,7 @@ class FollowedLoop(TrainingRun):
     def optimizers(self) -> Sequence[Optimizer]:
         return self._optimizers
 
-    def take(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def take(self, module: nn.Module | None, optimizers: Sequence[Optimizer]) -> None:
         self._model, self._optimizers = models_of(module, optimizers), [*optimizers]
 
     def holds(self, module: nn.Module) -> bool:
@@ -68,12 +72,12 @@ class FollowedLoop(TrainingRun):
         if not rank and not self._has_claimed:
             claim_run()
         self._has_claimed = True
-        self._owned = {id(parameter) for parameter in self._model.parameters()}
+        self._owned = {id(tensor) for tensor in (*self._model.parameters(), *self._model.buffers())}
         model = unwrapped(self._model)
         models = [*model.children()] if isinstance(model, SeveralModels) else [model]
-        self._trained = listed([type(one).__name__ for one in models])
+        self._trained = listed([type(one).__name__ for one in models]) or "parameters"
         self._by = listed(dict.fromkeys(type(one).__name__ for one in self._optimizers))
-        self._num_loaders = self._num_steps = 0
+        self._num_loaders = self._num_steps = self._num_drawn_steps = self._num_updates = 0
         self._num_batches = 0  # loaded since the last update
         self._iteration: tuple[DrawnLoader, int] | None = None
         self._drawn: DrawnLoader | None = None
@@ -84,7 +88,11 @@ class FollowedLoop(TrainingRun):
                 f"det_callbacks: follows torch's optimizers: each step of {self._by} ends a step of {self._trained}"
             )
 
-    def begin_step(self, args: Sequence[Any], keywords: Mapping[str, Any], drawn: DrawnLoader | None) -> None:
+    def begin_step(
+        self, args: Sequence[Any], keywords: Mapping[str, Any], drawn: DrawnLoader | None, *, has_drawn: bool
+    ) -> None:
+        """Begin a step; ``has_drawn`` is whether a loader was drawn from since the last one."""
+        self._num_drawn_steps += has_drawn
         given = [*args, dict(keywords)] if keywords else [*args]
         batch = given if drawn is None else self._drawn_for(given, drawn)
         self._num_batches = 0 if drawn is None else 1 + self._training.num_drawn_ahead
@@ -131,17 +139,47 @@ class FollowedLoop(TrainingRun):
         if self._is_in_step and len(waiting) > num_ahead:
             self._hooks.add_batch(waiting[-1 - num_ahead][0])
 
-    def end_step(self) -> None:
+    def end_step(self, seen: Seen, *, num_updates: int) -> None:
+        if not self.num_steps:
+            self._put_unrecorded(seen, num_iterations=seen.num_iterations)
+        self._num_updates += num_updates
         self._num_steps += 1
+        self.num_steps += 1
         self._leave_step(None)
 
-    def end(self) -> None:
+    def drop_step(self) -> None:
+        """Leave a step that has no update, so that the next one takes its number."""
+        self._is_in_step = False
+        self._hooks.drop_step()
+        self._step -= 1
+
+    def _put_unrecorded(self, seen: Seen, *, num_iterations: int | None = None) -> None:
+        """Note updates outside all steps, which are those of the first iterations or came later."""
+        if seen.updates:
+            self._unrecorded.append(unrecorded_updates(seen.updates, num_iterations=num_iterations))
+            seen.updates.clear()
+
+    @property
+    def has_recorded(self) -> bool:
+        return self.num_steps > 0 or self._ended_by is not None
+
+    def end(self, seen: Seen, *, num_calls: int = 0, num_backwards: int = 0) -> None:
+        """End a fit, after whose last update the model was called, and gradients were computed, so many times."""
         if not self._is_open:
             return
-        has_no_update = self._is_in_step
-        if has_no_update:
-            self._is_in_step = False
-            self._hooks.drop_step()
+        has_no_update = self._is_in_step and (num_calls or num_backwards)
+        if self._is_in_step:
+            self.drop_step()
+        if seen.updates_elsewhere and self.num_steps:
+            steps = listed([f"{count(number, 'step')} of {name}" for name, number in seen.updates_elsewhere.items()])
+            raise SelectionError(
+                f"{steps} ran outside of the main thread, where det-callbacks follows nothing, so the run would lack "
+                "a part of the training. Train in the main thread, or put the loop into a TrainingRun "
+                "(docs/how-to/plain-loop.md)."
+            )
+        if not self.num_steps and self._training.world_size == 1:
+            self._withdraw()
+            return
         if not self._num_steps:
             raise NothingComparedError(
                 f"{self._trained} was called, but no optimizer of torch stepped after it ({self._by}), so there is no "
@@ -150,25 +188,50 @@ class FollowedLoop(TrainingRun):
             )
         steps = count(self._num_steps, "step")
         loaders = count(self._num_loaders, "DataLoader") if self._num_loaders else "no DataLoader"
+        unit = ""
+        if len(self._optimizers) > 1:
+            unit = "; each update, or several in a row, is a step"
+            if self._num_drawn_steps == self._num_steps:
+                unit = "; each batch is a step"
+            elif self._num_updates == self._num_steps:
+                unit = "; each update is a step"
+        self._put_unrecorded(seen)
+        if has_no_update:
+            self._unrecorded.append(
+                after_last_update(
+                    num_batches=self._num_batches,
+                    num_calls=num_calls,
+                    num_backwards=num_backwards,
+                    model=self._trained,
+                    optimizers=self._by,
+                )
+            )
         if not self._training.rank:
-            text = f"followed torch's optimizers: {steps} of {self._trained}, {self._by}, {loaders}"
-            self._training.print_line(f"det_callbacks: {text}")
-            if has_no_update:
-                line = no_update_line(num_batches=self._num_batches, model=self._trained, optimizers=self._by)
-                self._training.print_line(line)
+            text = f"followed torch's optimizers: {steps} of {self._trained}, {self._by}, {loaders}{unit}"
+            for line in (text, *(f"not in the run: {part}" for part in self._unrecorded[self._num_told :])):
+                self._training.print_line(f"det_callbacks: {line}")
+            self._num_told = len(self._unrecorded)
+        if self._unrecorded and self._session.run is not None:
+            self._session.run.note(UNRECORDED, self._unrecorded)
         self.__exit__(None, None, None)
+
+    def _withdraw(self) -> None:
+        """Remove the run, in which no optimizer stepped: a process may call a model without training it."""
+        self._close_fit()
+        self._session.withdraw()
+        self._close()
+        if self._has_claimed:
+            withdraw_claim()
+            self._has_claimed = False
 
     def fail(self, error: BaseException) -> None:
         self._ended_by = error
         report_to_command(error)
         self.__exit__(type(error), error, error.__traceback__)
 
-    def end_process(self, unfollowed: Mapping[str, int]) -> None:
-        if unfollowed and not self._training.rank:
-            steps = listed([f"{count(number, 'step')} of {name}" for name, number in unfollowed.items()])
-            print_closing_line(
-                f"det_callbacks: not recorded: {steps}, because no module with their parameters was called"
-            )
+    def end_process(self, seen: Seen) -> None:
+        if seen.updates and self.num_steps and not self._training.rank:
+            print_closing_line(f"det_callbacks: not in the run: {unrecorded_updates(seen.updates)}")
         error = self._ended_by
         unfinished = take_unfinished()
         if unfinished is not None:

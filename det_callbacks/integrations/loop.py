@@ -22,7 +22,7 @@ from det_callbacks.errors import NothingComparedError, SelectionError, SettingsE
 from det_callbacks.internals.dynamo import ORIGINAL
 from det_callbacks.internals.private_names import RECORDING
 from det_callbacks.internals.replaced import ReplacedMethods
-from det_callbacks.internals.torch import BACKWARD, CHILDREN, MAKES_SCALE, PARAMETERS, TORCH, graph_task_id
+from det_callbacks.internals.torch import BACKWARD, BUFFERS, CHILDREN, MAKES_SCALE, PARAMETERS, TORCH, graph_task_id
 from det_callbacks.observers.observations import REGISTRY
 from det_callbacks.runs.metrics import LOG, RESUMED, Metric, Reading
 from det_callbacks.trace.dispatch import runs_uncompiled
@@ -359,7 +359,8 @@ class TrainingRun(FollowedRun):
     @override
     def _prepare(self) -> None:
         TORCH.require(RECORDING)
-        owned = {id(parameter) for _, parameter in StateWalker(self._training.module).walk(PARAMETERS)}
+        walker = StateWalker(self._training.module)
+        owned = {id(tensor) for _, tensor in walker.walk(PARAMETERS, BUFFERS)}
         for number, optimizer in enumerate(self._optimizers):
             parameters = parameters_of(optimizer)
             if strange := sum(id(one) not in owned for one in parameters):

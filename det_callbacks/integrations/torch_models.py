@@ -16,12 +16,12 @@ class SeveralModels(nn.Module):
     """Modules trained together, named by their classes, and trained tensors outside modules."""
 
 
-def models_of(module: nn.Module, optimizers: Sequence[Optimizer]) -> nn.Module:
+def models_of(module: nn.Module | None, optimizers: Sequence[Optimizer]) -> nn.Module:
     """Return the called module, or a module that holds every parameter of the optimizers."""
     parameters: dict[int, torch.Tensor] = {}
     for optimizer in optimizers:
         parameters |= {id(tensor): tensor for tensor in parameters_of(optimizer)}
-    if parameters.keys() <= _owned(module):
+    if module is not None and parameters.keys() <= _owned(module):
         return module
     roots: list[nn.Module] = []
     known = _outermost(parameters.keys())

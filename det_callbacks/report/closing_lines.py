@@ -77,13 +77,24 @@ def nothing_recorded_text(*, path: Path, selected: str, is_resumed: bool) -> str
     )
 
 
-def no_update_line(*, num_batches: int, model: str, optimizers: str) -> str:
-    """Return the line on the end of a followed training, after its last update; 0 batches if it has no loader."""
-    if not num_batches:
-        what = f"the last call of {model}"
-    else:
+def after_last_update(*, num_batches: int, num_calls: int, num_backwards: int, model: str, optimizers: str) -> str:
+    """Return the end of a followed training, after its last update; 0 batches if it has no loader."""
+    if num_batches:
         what = "the last batch" if num_batches == 1 else f"the last {num_batches:,} batches"
-    return f"det_callbacks: not in the run: {what}, after which {optimizers} did not step"
+    elif num_calls:
+        what = f"the last call of {model}" if num_calls == 1 else f"the last {num_calls:,} calls of {model}"
+    else:
+        what = "the last backward()" if num_backwards == 1 else f"the last {num_backwards:,} calls of backward()"
+    return f"{what}, after which {optimizers} did not step"
+
+
+def unrecorded_updates(updates: Mapping[str, int], *, num_iterations: int | None = None) -> str:
+    """Return updates that no step holds; ``num_iterations`` counts their iterations if these were the first."""
+    steps = listed([f"{count(number, 'step')} of {name}" for name, number in updates.items()])
+    if num_iterations is None:
+        return f"{steps}, before which no module with their parameters was called"
+    which = "the first iteration" if num_iterations == 1 else f"the first {num_iterations:,} iterations"
+    return f"{which} of the loop ({steps}), since no module with the parameters was called before"
 
 
 def verified_line(verdict: Verdict, *, level: str, report: Path | None = None) -> str:

@@ -9,7 +9,8 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import IO, NoReturn
+from multiprocessing.util import Finalize
+from typing import IO, Literal, NoReturn
 
 # rich draws a random number when it is imported, which may be inside a run that draws from the same generator
 _state_before_rich = random.getstate()
@@ -22,6 +23,7 @@ from det_callbacks.text import visible  # noqa: E402
 
 STYLES = {"match": "bold green", "diverged": "bold red", "not_comparable": "bold yellow"}
 MAX_WIDTH = 119  # without a terminal
+_AFTER_ALL = -1_000_000  # semaphores have 0, temporary folders -100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +52,20 @@ class Section:
 
 def make_console(*, stderr: bool = False) -> Console:
     """Return a console, which is plain if it is not a terminal."""
-    console = Console(stderr=stderr, highlight=False)
-    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=MAX_WIDTH, no_color=True)
+    file = _open_file("stderr" if stderr else "stdout")
+    console = Console(file=file, highlight=False)
+    return console if console.is_terminal else Console(file=file, highlight=False, width=MAX_WIDTH, no_color=True)
+
+
+def _open_file(name: Literal["stdout", "stderr"]) -> IO[str]:
+    """Return ``sys.stdout`` or ``sys.stderr``, or what it wrote to if the script has closed it."""
+    file: IO[str] | None = getattr(sys, name)
+    if file is not None and not getattr(file, "closed", False):
+        return file
+    try:
+        return os.fdopen(os.dup(1 if name == "stdout" else 2), "w", buffering=1, errors="backslashreplace")
+    except OSError:  # that is closed, too
+        return io.StringIO()
 
 
 def to_text(report: Sequence[Section]) -> str:
@@ -103,7 +117,7 @@ def encodable(text: str, file: IO[str]) -> str:
 def print_closing_line(text: str, console: Console | None = None) -> None:
     """Print a closing line, in the colour of its verdict on a terminal."""
     style = next((style for word, style in STYLES.items() if f" {word}:" in text), "")
-    print_line(console or Console(highlight=False), text, style)
+    print_line(console or Console(file=_open_file("stdout"), highlight=False), text, style)
 
 
 def _longest_word(text: str) -> int:
@@ -133,12 +147,16 @@ def _print_table(console: Console, table: Table) -> None:
 
 def print_error(error: Exception, *, name: str = "") -> None:
     """Print an error to standard error, without a traceback."""
-    sys.stderr.write(visible(f"{name or type(error).__name__}: {error}\n"))
+    print(visible(f"{name or type(error).__name__}: {error}"), file=_open_file("stderr"))
 
 
-def end_process(status: int) -> NoReturn:
-    """End the process from an exit handler, where an exception would not change its status."""
+def end_process(status: int) -> None:
+    """End the process from a finalizer, after all others: an exception would not change its status."""
+    Finalize(None, _leave, args=(status,), exitpriority=_AFTER_ALL)
+
+
+def _leave(status: int) -> NoReturn:
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _open_file("stdout").flush()
+    _open_file("stderr").flush()
     os._exit(status)

@@ -71,12 +71,17 @@ def steps_agree(num_equal: int) -> str:
     return f"; the {shared}" if num_equal else ""
 
 
-def explain_match(tally: Tally, *, num_ranks: int) -> str:
-    """Return how much matches; "" if nothing was compared."""
+def explain_match(tally: Tally, *, num_ranks: int, unrecorded: Sequence[str] = ()) -> str:
+    """Return how much matches, and what else of the run was not compared; "" if nothing was compared."""
     sites = [f"{count(tally.num_sites, 'site')} of {count(tally.num_steps, 'step')}"] if tally.num_sites else []
     found = [*sites, *([count(tally.num_metrics, "metric")] if tally.num_metrics else [])]
     ranks = f" of {num_ranks} ranks" if num_ranks > 1 else ""
-    return f"All {' and '.join(found)}{ranks} agree, bit for bit" if found else ""
+    if not found:
+        return ""
+    text = f"ll {' and '.join(found)}{ranks} agree, bit for bit"
+    if not unrecorded:
+        return f"A{text}"
+    return f"The recorded part matches: a{text}. Not recorded, so not compared: {'; '.join(unrecorded)}"
 
 
 def order_lines(phases: Collection[str]) -> list[str]:

@@ -21,6 +21,7 @@ COMMIT = "code.git_commit"
 CHANGED_FILE = "code.file."  # digest of a source file that differs from the commit
 OPTIMIZER = "optimizer"  # classes of the optimizers; prefix of their options
 FOLLOWED = "loop.followed"  # the models and optimizers of a script that was followed
+UNRECORDED = "loop.unrecorded"  # parts of the training of such a script that no step holds
 LOST = "torch.lost"  # sentences on what this version of torch hides
 GENERATOR = "generators."  # digest of the first state of a generator of rank 0
 ARGUMENTS = "process.argv"  # the words that started the program
@@ -47,7 +48,7 @@ def compare_environments(reference: Environment, current: Environment) -> tuple[
     differences = []
     has_other_optimizer = reference.get(OPTIMIZER) != current.get(OPTIMIZER)
     both = [_without_lone_configuration(reference, current), _without_lone_configuration(current, reference)]
-    for name in sorted({*both[0], *both[1]}):
+    for name in sorted({*both[0], *both[1]} - {UNRECORDED}):  # a verification may stop before it is known
         sides = [entries.get(name) for entries in both]
         known = [side for side in sides if side is not None]
         values = [

@@ -228,6 +228,12 @@ class RunWriter:
         self._change_attempt(resumed_from=fits)
         self._write_manifest()
 
+    def note(self, name: str, value: Any) -> None:
+        """Put a fact that is known only when a fit ends into the environment in run.json."""
+        entry = EnvironmentEntry(value=value, is_machine=False, changes_bits=False)
+        self.manifest = replace(self.manifest, environment={**self.manifest.environment, name: entry})
+        self._write_manifest()
+
     def reopen(self, manifest: Mapping[str, Any]) -> None:
         """Prepare for the first fit after a test, which had no optimizers and closed the stream."""
         environment = msgspec.convert(manifest["environment"], dict[str, EnvironmentEntry])

@@ -39,7 +39,7 @@ class Auditing(Session):
         self._found: dict[tuple[str, str, str], list[tuple[int, OpMismatch]]] = {}
 
     @override
-    def withdraw(self) -> None:
+    def clear_results(self) -> None:
         if not self.stages and self.arguments.current is not None:
             self._remove_files(self.arguments.current)
 

@@ -8,7 +8,7 @@ from copy import copy
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-from det_callbacks.environment.variables import LAUNCH
+from det_callbacks.environment.variables import launch_request
 from det_callbacks.errors import DetCallbacksError, NothingComparedError
 from det_callbacks.report.console import end_process, print_closing_line, print_error
 from det_callbacks.runs.replacement import REPLACEMENT, forget_replacement, settle, waiting_folders
@@ -77,9 +77,8 @@ def finish(*, has_failed: bool) -> DetCallbacksError | None:
 
 def _folder_of_command() -> Path | None:
     """Return the folder that ``det-callbacks record`` settles itself, since it knows the status of the script."""
-    if LAUNCH not in os.environ:
-        return None
-    return Path(os.path.realpath(json.loads(os.environ[LAUNCH])["arguments"]["reference"]))
+    asked = launch_request()
+    return None if asked is None else Path(os.path.realpath(json.loads(asked)["arguments"]["reference"]))
 
 
 def _end_waiting() -> None:

@@ -72,7 +72,7 @@ class FollowedRun(RunArguments):
             if self._session.is_over:
                 kind = {"record": Recording, "verify": Verifying, "audit": Auditing}[self.mode]
                 self._session = kind(self, self._group)
-            self._session.withdraw()
+            self._session.clear_results()
             self._group.run_on_all(self._prepare, task="checking the settings")
             self._session.root = training.folder
             self.selection = self._session.prepare()

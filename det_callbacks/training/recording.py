@@ -12,6 +12,7 @@ from det_callbacks.errors import CoverageWarning, NothingComparedError, WriteErr
 from det_callbacks.report import closing_lines
 from det_callbacks.report.findings import findings_line
 from det_callbacks.report.verdict import disagreement_text
+from det_callbacks.runs.files import MANIFEST
 from det_callbacks.runs.metrics import Reading
 from det_callbacks.runs.peers import END_OF_FIT, Peers
 from det_callbacks.runs.replacement import DISAGREEMENT, REPLACEMENT, settle
@@ -231,6 +232,11 @@ class Recording(TracedSession):
         text = disagreement_text(verdict, path=self.path, **counts, rank=self.peers.rank)
         raise divergence_error(text, verdict)
 
+    @override
+    def withdraw(self) -> None:
+        self._end_comparison()
+        self._discard()
+
     def _end_comparison(self) -> None:
         if self.detector is not None:
             self.detector.close(complete=False)
@@ -255,7 +261,8 @@ class Recording(TracedSession):
         may_discard = self.detector is None or self.peers.world_size == 1
         if has_nothing_new and may_discard:
             self._discard()
-            when = f"before its first new step: {self.path} is unchanged"
+            left = "is unchanged" if (self.path / MANIFEST).exists() else "holds no run"
+            when = f"before its first new step: {self.path} {left}"
         else:
             self.run.close(complete=False)
             when = f"after {count(self.num_steps, 'step')}: incomplete, in {self._shown_path}"

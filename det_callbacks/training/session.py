@@ -96,11 +96,12 @@ class Session:
     begin_step = mark = note_loss = begin_gradients = add_batch = end_step = drop_step = flush = _nothing
     # between ``pause`` and ``unpause`` ops belong to no step
     pause = unpause = _nothing
-    # ``withdraw`` removes the results of an earlier verification or audit, before anything can fail;
+    # ``clear_results`` removes the results of an earlier verification or audit, before anything can fail;
     # ``follow`` precedes the setup of the data, ``attach`` follows it; ``close`` may be called twice
-    withdraw = follow = attach = close = put_metrics = resume_metrics = _nothing
+    clear_results = follow = attach = close = put_metrics = resume_metrics = _nothing
     # ``end`` prints the closing line and raises; ``stop`` closes the files after an exception
-    end = stop = progress = _nothing
+    # ``withdraw`` removes a run without steps
+    end = stop = progress = withdraw = _nothing
 
     def _print_once(self, text: str) -> None:
         if self.peers.rank == 0:

@@ -44,7 +44,7 @@ class Verifying(TracedSession):
     _reference: Run
 
     @override
-    def withdraw(self) -> None:
+    def clear_results(self) -> None:
         current = self.arguments.current
         if self.run is None and current is not None:
             self.peers.broadcast(partial(remove_verification, current), task=f"making room in {current}")
@@ -157,6 +157,11 @@ class Verifying(TracedSession):
             return None
 
         wait(self, unfinished)
+
+    @override
+    def withdraw(self) -> None:
+        self.run.discard()
+        self.is_over = True
 
     @override
     def stop(self, reason: str) -> None:

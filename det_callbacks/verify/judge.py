@@ -35,7 +35,7 @@ from det_callbacks.report.sentences import (
     order_lines,
     steps_agree,
 )
-from det_callbacks.runs.environment import FOLLOWED, GENERATOR, LOST, compare_environments
+from det_callbacks.runs.environment import FOLLOWED, GENERATOR, LOST, UNRECORDED, compare_environments
 from det_callbacks.runs.metrics import read_metrics
 from det_callbacks.runs.place import HOW_TO_CONTINUE
 from det_callbacks.runs.store import Run
@@ -348,6 +348,14 @@ class _Judge:
     def _lost(self) -> tuple[str, ...]:
         runs = self.walk.reference, self.walk.current
         entries = [run.manifest.environment.get(LOST) for run in runs]
+        texts = [text for entry in entries if entry is not None for text in entry.value]
+        return (*dict.fromkeys(texts), *self._unrecorded)
+
+    @property
+    def _unrecorded(self) -> tuple[str, ...]:
+        """Parts of a followed training that no step of a run holds."""
+        runs = self.walk.reference, self.walk.current
+        entries = [run.manifest.environment.get(UNRECORDED) for run in runs]
         return tuple(dict.fromkeys(text for entry in entries if entry is not None for text in entry.value))
 
     @property
@@ -404,7 +412,8 @@ class _Judge:
             metric = None
         found = [difference for difference in (earliest, lacking, metric) if difference is not None]
         if not found:
-            return _Answer(None, None, explain_match(self.tally, num_ranks=self._num_ranks))
+            text = explain_match(self.tally, num_ranks=self._num_ranks, unrecorded=self._unrecorded)
+            return _Answer(None, None, text)
         shown_whole = explain_whole_steps(whole, show_rank=self.show_rank)
         leader = min(found, key=_order)
         if isinstance(leader, MetricDifference):

@@ -160,6 +160,14 @@ class Verification:
         self._writer.reopen(manifest)
         self._machine = self._compare_machines()
 
+    def note(self, name: str, value: Any) -> None:
+        """Put a fact into run.json of the current run, as ``RunWriter.note`` does."""
+        self._writer.note(name, value)
+
+    def discard(self) -> None:
+        """Remove the current run, which has no step."""
+        self._writer.discard()
+
     def _compare_machines(self) -> tuple[EnvironmentDifference, ...]:
         found = compare_environments(self.reference.manifest.environment, self._writer.manifest.environment)
         return tuple(difference for difference in found if difference.is_machine)

@@ -85,8 +85,8 @@ def test_what_goes_wrong_has_a_status_and_is_said_once(run_command):
     assert run_command("record", "run", "--level", "state").status == 0
     failed = "The script exited with status 1"
     for command, faults, status, says in (
-        ("record other", ["no fit"], 2, "no Lightning Trainer ran a fit"),
-        ("verify run", ["no fit"], 2, "no Lightning Trainer ran a fit"),
+        ("record other", ["no fit"], 2, "no process told what it did with torch"),
+        ("verify run", ["no fit"], 2, "no process told what it did with torch"),
         ("verify run", ["own", "twice"], 2, "the script has its own DeterminismCallback, which is used"),
         ("verify run", ["broken"], 2, failed),
         ("check", ["broken"], 2, failed),
