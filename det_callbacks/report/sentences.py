@@ -2,14 +2,15 @@
 
 from collections.abc import Collection, Iterable, Sequence
 
+from det_callbacks.causes.phrases.choices import both_values
 from det_callbacks.causes.phrases.sites import number_text, source_text
 from det_callbacks.causes.phrases.steps import of_segment
 from det_callbacks.compare.collectives import Classification, CollectiveCall
 from det_callbacks.compare.ranks import WholeSteps
 from det_callbacks.compare.record import Tally
-from det_callbacks.runs.environment import AS_COMMITTED, CHANGED_FILE, COMMIT, NOT_RECORDED
+from det_callbacks.runs.environment import AS_COMMITTED, CHANGED_FILE, COMMIT, GENERATOR, NOT_RECORDED
 from det_callbacks.text import count, listed, ranks_text
-from det_callbacks.verdict import EnvironmentDifference
+from det_callbacks.verdict import EnvironmentDifference, VerdictName
 
 _IN_ORDER = {
     "data": "the entries of the batch",
@@ -117,3 +118,29 @@ def code_lines(environment: Sequence[EnvironmentDifference]) -> list[str]:
         others = [name for name in names if name not in code]
         lines.append(f"{count(len(others), 'other file')} of the repository changed too, which may have no effect")
     return lines
+
+
+def without_starts(environment: Sequence[EnvironmentDifference]) -> list[EnvironmentDifference]:
+    return [entry for entry in environment if not entry.name.startswith(GENERATOR)]
+
+
+def environment_notes(environment: Sequence[EnvironmentDifference], verdict: VerdictName) -> list[str]:
+    """Return sentences on differences in code, settings and machine."""
+    changing = [entry for entry in environment if entry.changes_bits]
+    changing.sort(key=lambda entry: not entry.name.startswith("settings."))
+    choices = both_values([entry for entry in changing if not entry.is_machine])
+    machine = both_values([entry for entry in changing if entry.is_machine])
+    too = " too, so nothing is proven either way" if verdict == "not_comparable" else ""
+    starts = [entry.name.removeprefix(GENERATOR) for entry in environment if entry.name.startswith(GENERATOR)]
+    notes = []
+    if verdict != "match":
+        notes += code_lines(environment)
+        if choices:
+            notes.append(f"Settings differ: {choices}")
+    elif starts:
+        notes.append(
+            f"Generators that had a different state at the start of the fit and changed no bit: {listed(starts)}"
+        )
+    if machine:
+        notes.append(f"The machine differs{too}: {machine}")
+    return notes

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from det_callbacks.causes.evidence import evidence_lines
-from det_callbacks.causes.phrases.choices import both_values, explained_by
+from det_callbacks.causes.phrases.choices import explained_by
 from det_callbacks.causes.table import find_cause
 from det_callbacks.causes.trail import find_trail, trail_of_metric
 from det_callbacks.compare.collectives import Classification, FirstDifference, classify
@@ -28,14 +28,15 @@ from det_callbacks.findings.table import find_findings
 from det_callbacks.report.metrics import advise_metric, explain_metric, metric_lines
 from det_callbacks.report.numerics import nonfinite_sentence
 from det_callbacks.report.sentences import (
-    code_lines,
+    environment_notes,
     explain_match,
     explain_ranks,
     explain_whole_steps,
     order_lines,
     steps_agree,
+    without_starts,
 )
-from det_callbacks.runs.environment import FOLLOWED, GENERATOR, LOST, UNRECORDED, compare_environments
+from det_callbacks.runs.environment import FOLLOWED, LOST, UNRECORDED, compare_environments
 from det_callbacks.runs.metrics import read_metrics
 from det_callbacks.runs.place import HOW_TO_CONTINUE
 from det_callbacks.runs.store import Run
@@ -313,7 +314,7 @@ class _Judge:
         if not whole:  # the length of a run explains nothing in a step that both have
             others = [entry for entry in others if entry.name not in LENGTHS]
         tally = self.tally
-        notes = [*order_lines(tally.reordered), *_environment_notes(others, verdict), *self.notes]
+        notes = [*order_lines(tally.reordered), *environment_notes(others, verdict), *self.notes]
         parts = [answer.text, answer.advice, *notes]
         return Verdict(
             verdict=verdict,
@@ -339,7 +340,7 @@ class _Judge:
                 followed=self._followed,
             ),
             # the evidence names the generators that may be the cause
-            environment=self.environment if verdict == "match" else tuple(_without_starts(self.environment)),
+            environment=self.environment if verdict == "match" else tuple(without_starts(self.environment)),
             trail=answer.trail,
             evidence=answer.evidence,
         )
@@ -474,29 +475,3 @@ class _Judge:
             shows_rank=self.show_rank,
             is_last=(reference_steps[-1] == step, last_step == step),
         )
-
-
-def _without_starts(environment: Sequence[EnvironmentDifference]) -> list[EnvironmentDifference]:
-    return [entry for entry in environment if not entry.name.startswith(GENERATOR)]
-
-
-def _environment_notes(environment: Sequence[EnvironmentDifference], verdict: VerdictName) -> list[str]:
-    """Return sentences on differences in code, settings and machine."""
-    changing = [entry for entry in environment if entry.changes_bits]
-    changing.sort(key=lambda entry: not entry.name.startswith("settings."))
-    choices = both_values([entry for entry in changing if not entry.is_machine])
-    machine = both_values([entry for entry in changing if entry.is_machine])
-    too = " too, so nothing is proven either way" if verdict == "not_comparable" else ""
-    starts = [entry.name.removeprefix(GENERATOR) for entry in environment if entry.name.startswith(GENERATOR)]
-    notes = []
-    if verdict != "match":
-        notes += code_lines(environment)
-        if choices:
-            notes.append(f"Settings differ: {choices}")
-    elif starts:
-        notes.append(
-            f"Generators that had a different state at the start of the fit and changed no bit: {listed(starts)}"
-        )
-    if machine:
-        notes.append(f"The machine differs{too}: {machine}")
-    return notes
