@@ -111,9 +111,17 @@ class TorchSteps:
         self._optimizers.append(ref(optimizer))
         self._trained.clear()
         self._follow_own_calls()
+        self._leave_trial()
         owner = next(kind for kind in type(optimizer).__mro__ if "step" in vars(kind))
         if not self._replaced.has_replaced(owner, "step"):
             self._replaced.around(owner, "step", self._update)
+
+    def _leave_trial(self) -> None:
+        """Drop the run if the script builds an optimizer before any update: it only tried, such as for a batch size."""
+        run = self._run
+        if run is not None and run.is_in_step and not (run.num_steps or self._stepped or self._last_to_step):
+            self._end_fit()
+            self._awaits_module = True
 
     def _update(self, step: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         result = step(optimizer, *args, **kwargs)

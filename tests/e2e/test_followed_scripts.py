@@ -134,6 +134,20 @@ for _ in range(4):
         "for x, in DataLoader(TensorDataset(inputs), batch_size=4):\n    critic(x)\n    critic(x)\n    actor(x)",
         "4 steps of Linear, SGD, 1 DataLoader; each batch is a step",
     ),
+    "a trial before the training": (
+        """
+model = nn.Linear(4, 1)
+trial = optim.SGD(model.parameters(), lr=rate)
+for x, in DataLoader(TensorDataset(inputs), batch_size=8):
+    model(x).square().mean().backward()
+optimizer = optim.SGD(model.parameters(), lr=rate)
+for x, in DataLoader(TensorDataset(inputs), batch_size=4):
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+""",
+        "4 steps of Linear, SGD, 1 DataLoader; each batch is a step",
+    ),
     "cleared environment": ("os.environ.clear()\ntrain()", "recorded 4 steps"),
     "child that evaluates before": ("in_child(evaluate)\ntrain()", "recorded 4 steps"),
     "child that evaluates after": ("train()\nin_child(evaluate)", "recorded 4 steps"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -220,3 +221,40 @@ def test_the_same_tensors_in_another_order_match(tmp_path):
     verdict = judged(lambda wrong: heads(wrong, is_loaded=True), tmp_path)
     assert verdict.verdict == "match"
     assert "In a different order from the reference, and compared by name" in verdict.explanation
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda array: array,
+        lambda array: array.astype(np.float16),
+        lambda array: array[::-1],
+        lambda array: frozen(array),
+    ],
+    ids=["plain", "half", "reversed", "read-only"],
+)
+def test_an_array_of_numbers_in_a_batch_is_a_tensor_of_it(make, tmp_path):
+    def train_on(scale: float, **arguments: Any) -> TrainingRun:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = TrainingRun(tmp_path / "reference", model=model, optimizers=optimizer, **arguments)
+        with run:
+            for number in range(2):
+                batch = make(np.full((8, 4), 1.0 + number * scale, dtype=np.float32))
+                with run.step({"x": batch}):
+                    updating(optimizer, lambda one: model(one).sum())(torch.tensor(batch.astype(np.float32)))
+        return run
+
+    train_on(1.0, mode="record")
+    assert train_on(1.0, current=tmp_path / "equal").verdict.verdict == "match"
+    with pytest.raises(DivergenceError) as caught:
+        train_on(1.5, current=tmp_path / "other")
+    verdict = caught.value.verdict
+    assert (verdict.first_divergence.name, verdict.first_divergence.step) == ("batch['x']", 1)
+    assert verdict.coverage.opaque_regions == ()
+
+
+def frozen(array: np.ndarray) -> np.ndarray:
+    array.flags.writeable = False
+    return array

@@ -25,6 +25,12 @@ from det_callbacks.trace.step import Step
 MAX_SAMPLES = 1024  # samples of larger batches are not digested individually
 MAX_SKETCHED = 8  # digests in a sketch; ``compare.evidence`` searches fewer of them
 
+_DTYPES_OF_ARRAYS = frozenset(
+    [
+        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+        *("float16", "float32", "float64", "complex64", "complex128"),
+    ]
+)
 _WORD_SIZES = (1, 2, 4, 8)  # bytes
 
 
@@ -49,7 +55,8 @@ def record_batch(step: Step, named: NamedSites, batch: Any, found: list[Samples]
     """
     entries: list[Entry | DerivedEntry] = []
     unread: dict[str, str] = {}
-    for name, value in leaves(batch, name_of_batch, is_whole=True):
+    for name, leaf in leaves(batch, name_of_batch, is_whole=True):
+        value = tensor_of_array(leaf) if type(leaf) is np.ndarray else leaf
         if issubclass(type(value), Tensor | int | float):
             entries.append((name, value))
             if _has_samples(value):
@@ -62,6 +69,14 @@ def record_batch(step: Step, named: NamedSites, batch: Any, found: list[Samples]
         entries.append((name, Derived(0, step.layouts.special(kind, (), UNREAD))))
         step.counts.opaque.add(f"{name} ({kind})")
     named.record_group("batch", "data", entries, owner="", is_writer=True)
+
+
+def tensor_of_array(array: np.ndarray) -> Any:
+    """Return the tensor that shares the memory of a NumPy array, or a copy; the array if torch lacks its dtype."""
+    if array.dtype.name not in _DTYPES_OF_ARRAYS or not array.dtype.isnative:
+        return array
+    is_shared = array.flags.writeable and all(stride >= 0 for stride in array.strides)
+    return torch.from_numpy(array if is_shared else array.copy())
 
 
 def _has_samples(value: Any) -> TypeGuard[Tensor]:
