@@ -164,7 +164,7 @@ def _reads_of_row(facts: Facts, node: Node) -> Iterator[Node]:
         for option in facts.evidence.options:
             values = (option.reference, option.current)
             yield Node(kind="option", name=option.name, step=option.since, values=values, is_proven=False)
-    if facts.is_resumed and difference.site(row).name in facts.lost_inputs:
+    if facts.is_resumed and (facts.restored or facts.unrestored or facts.lost_inputs):
         yield _checkpoint(facts)
     if start in ("here", "not recorded") and facts.explaining_choice is not None:
         yield _of_choice(facts.explaining_choice, node.step)

@@ -312,7 +312,7 @@ def kernel_of(func: Any) -> Callable[..., Any]:
 
 def pass_on(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an op that a mode does not handle, unseen by torch functions, as without the mode."""
-    return call_without_torch_function(kernel_of(func), (), args, kwargs)
+    return call_without_torch_function(func, (), args, kwargs)  # with its kernel, a mode below would be skipped too
 
 
 def call_composite(func: Any, *args: Any, **kwargs: Any) -> Any:

@@ -74,14 +74,14 @@ def nonfinite_sentence(found: NonFinite) -> str:
     if found.num_unknown:
         known = f"no kept input has any, and {count(found.num_unknown, 'tensor')} were not kept"
     text = (
-        f"The first number that is not finite comes from {site.op} in {site.module or 'no module'}{line} (step "
+        f"The first number that is not finite comes from {site.op} in {site.module or 'no submodule'}{line} (step "
         f"{found.step}{rank}, {site.phase}): {' and '.join(parts)} of {count(found.num_elements, 'element')}; {known}"
     )
     if found.first_nan is None:
         return text
     nan = found.first_nan
     line = f" at {nan.source[0]}" if nan.source else ""
-    return f"{text}. {nan.op} in {nan.module or 'no module'}{line} turns it into the first NaN"
+    return f"{text}. {nan.op} in {nan.module or 'no submodule'}{line} turns it into the first NaN"
 
 
 def rounding_sentence(numerics: Numerics) -> str:

@@ -48,7 +48,7 @@ def headline(verdict: Verdict) -> str:
     if choice is not None:
         what = f"{choice.name} {choice.reference} -> {choice.current}"
     elif first.op:
-        what = f"{first.op} in {first.module or 'no module'}"
+        what = f"{first.op} in {first.module or 'no submodule'}"
     else:
         what = first.name or f"a step that is {_KINDS[first.kind]}"
     place = f"step {first.step}" if verdict.coverage.ranks < 2 else f"step {first.step} of rank {first.rank}"
@@ -135,7 +135,7 @@ def details_report(verdict: Verdict, *, lists_all: bool) -> list[Section]:
         report.append(Section(title="First divergence", facts=_facts(first), code=_source_text(verdict)))
     measured = next((one for one in (first, *origins) if one is not None and one.numbers is not None), None)
     if measured is not None and measured.numbers is not None:
-        facts = [] if measured == first else [("op", f"{_call(measured)} in {measured.module or 'no module'}")]
+        facts = [] if measured == first else [("op", f"{_call(measured)} in {measured.module or 'no submodule'}")]
         facts += [("", f"cannot be measured: {measured.numbers.problem}")] if measured.numbers.problem else []
         facts += [(tensor.tensor, _how_much(tensor)) for tensor in measured.numbers.output]
         report.append(Section(title="By how much", facts=facts))

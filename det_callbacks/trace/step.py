@@ -9,7 +9,7 @@ from torch import Tensor
 
 from det_callbacks.runs.program import scalar_bits
 from det_callbacks.trace.op.call_graph import CallGraph, OpScope, StepCounts
-from det_callbacks.trace.op.components import has_parts, holds_data, is_hidden, parts_of, parts_with_memory
+from det_callbacks.trace.op.components import PLAIN, has_parts, holds_data, is_hidden, parts_of, parts_with_memory
 from det_callbacks.trace.op.deferred_sites import DeferredSites
 from det_callbacks.trace.op.layouts import LayoutSlot, LayoutTable
 from det_callbacks.trace.op.storages import StorageLedger
@@ -84,6 +84,8 @@ class Step:
 
     def holds_data(self, tensor: Any) -> bool:
         """Return whether a tensor has data to digest; the coverage names a class that hides its data."""
+        if tensor.__class__ in PLAIN:
+            return not tensor.is_meta
         if is_hidden(tensor):
             self.counts.opaque.add(f"{type(tensor).__module__}.{type(tensor).__qualname__}")
         return holds_data(tensor)

@@ -167,9 +167,8 @@ def _settings_of(loader: Any) -> Iterator[tuple[str, str]]:
         return
     yield "data set", type(loader.dataset).__qualname__
     dataset: Any = loader.dataset
-    length = getattr_static(type(dataset), "__len__", None)
-    # a method of the program's own class may do anything; built-in ones have no ``__module__``
-    if length is not None and (getattr(length, "__module__", None) or "torch.").startswith("torch."):
+    # the only method of the program that is called: its samplers, and a progress bar, call it as well
+    if getattr_static(type(dataset), "__len__", None) is not None:
         yield "length of the data set", str(len(dataset))
     # accelerate sets it on the batch sampler only
     size = loader.batch_size

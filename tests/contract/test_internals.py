@@ -305,7 +305,7 @@ def test_readme_docs_metadata_and_the_pairs_that_are_tested_say_the_same_version
         assert (minor(tested[0]), minor(tested[-1])) == (oldest, newest)
         assert f"{title} {oldest} to {newest}" in read["README.md"]
         assert f"| {title} | {oldest} to {newest}" in versions_page
-        assert f'"{package}>={oldest}"' in read["pyproject.toml"]
+        assert f'"{package}>={oldest}' in read["pyproject.toml"]
         assert f"\n{package}=={tested[-1]}\n" in read["constraints.txt"]
     pythons = re.findall(r"Python :: (3[.]\d+)", read["pyproject.toml"])
     assert f'requires-python = ">={pythons[0]}"' in read["pyproject.toml"]

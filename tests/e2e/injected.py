@@ -4,6 +4,7 @@ Python's audit tells of each operation before it happens, whoever asks for it, e
 of an open file. A hook cannot be removed, so a process that injects has to be a fork.
 """
 
+import builtins
 import errno
 import io
 import os
@@ -33,15 +34,15 @@ class Injection:
         def opened(path: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
             if not self._is_inside(path) or set(mode).isdisjoint("wax+") or "b" not in mode:
                 return real_open(path, mode, *args, **options)
-            file = _File(path, mode)
+            file = _File(path, mode, opener=options.get("opener"))
             file.injection = self
-            return io.BufferedWriter(file) if options.get("buffering") else file
+            return file
 
         def synced(number: int) -> None:
             self.meet("fsync")
             real_fsync(number)
 
-        io.open = opened  # type: ignore[assignment]
+        io.open = builtins.open = opened  # type: ignore[assignment]
         os.fsync = synced
 
     def meet(self, operation: str, before: Callable[[], object] = lambda: None) -> None:

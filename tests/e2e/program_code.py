@@ -279,8 +279,7 @@ class Schedule(torch.optim.lr_scheduler.StepLR):
 
 
 class Samples(Dataset[Tensor]):
-    def __len__(self) -> int:
-        noted("len")
+    def __len__(self) -> int:  # asked for once more, see docs/explanation/coverage.md
         return 9
 
     def __getitem__(self, index: int) -> Tensor:

@@ -174,6 +174,7 @@ def test_the_entry_point_gives_nothing_unless_asked(monkeypatch):
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     loaded = [name for name in eval(done.stdout) if name.startswith(("det_callbacks", "torch", "numpy", "msgspec"))]
     rooms = ["det_callbacks", "det_callbacks.environment", "det_callbacks.errors", "det_callbacks.integrations"]
+    rooms.append("det_callbacks.text")
     assert loaded == sorted([*rooms, "det_callbacks.environment.variables", "det_callbacks.integrations.launch"])
 
 

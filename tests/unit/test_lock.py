@@ -200,9 +200,11 @@ def test_without_locks_the_writer_that_lost_its_files_does_not_end_well(tmp_path
         with pytest.raises((RunExistsError, WriteError)):
             append(one, [0], complete=True)
         one._close_files(complete=False)
+        one.release()
         assert Run.open(path).manifest.run_id == other.manifest.run_id
         assert Run.open(path).is_complete
     first, second = (create(tmp_path / "current", purpose="verify") for _ in range(2))
     second.close(complete=True)
     with pytest.raises(RunExistsError, match="which this one was writing"):
         first.close(complete=True)
+    first.release()

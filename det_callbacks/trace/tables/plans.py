@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from det_callbacks.internals.torch import OpOverload
+from det_callbacks.internals.torch import OpOverload, kernel_of
 from det_callbacks.trace.dispatch import ProgramCode
 from det_callbacks.trace.op.call_graph import OpScope
 from det_callbacks.trace.tables.nondeterministic_ops import NondeterministicOps
@@ -29,7 +29,9 @@ class Plans:
             return known
         plan = make_plan(func)
         if self.known is self.of_python or type(func) is not OpOverload or func.namespace != "aten":
-            plan = replace(plan, call=partial(self.program.run, plan.call))
+            # not its kernel, with which a dispatch mode below would be skipped as well
+            call = func if plan.call is kernel_of(func) else plan.call
+            plan = replace(plan, call=partial(self.program.run, call))
         if self.nondeterministic_ops is not None:
             plan = replace(plan, call=self.nondeterministic_ops.guard(plan, self._place))
         if plan.whole is not None:
