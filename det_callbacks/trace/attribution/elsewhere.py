@@ -28,11 +28,11 @@ class Elsewhere:
 
     def clear(self) -> None:
         with self._lock:
-            self.num_calls = 0  # of modules
+            self.num_calls = 0  # of modules and compiled regions
             self.nodes: set[Any] = set()  # of their outputs, and all nodes that those lead to
 
     def note_call(self, output: Any) -> None:
-        """Note that a module returned in this thread, which is not the step's."""
+        """Note that a module or a compiled region returned in this thread, which is not the step's."""
         tensors = (leaf for _, leaf in flatten(output, "") if isinstance(leaf, Tensor))
         found = self._reachable(tensor.grad_fn for tensor in tensors)
         with self._lock:

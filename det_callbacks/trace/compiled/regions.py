@@ -212,7 +212,7 @@ class CompiledRegions:
     def run(self, graph: TracedGraph, call: Callable[..., Any], *args: Any) -> Any:
         step, places = self._step, self._places
         if not self._is_recorded():
-            return call(*args)
+            return self._unrecorded(call, *args)
         with step.lock:
             phase, scope = places.now()
             scope = self._in_own_module(graph, args, scope)
@@ -244,7 +244,7 @@ class CompiledRegions:
     def run_earlier(self, call: Callable[[], Any]) -> Any:
         """Run a graph that was compiled before any recorder was active, and that may write any memory."""
         if not self._is_recorded():
-            return call()
+            return self._unrecorded(call)
         self._step.deferred.before_any_write()
         try:
             return self._without_rows(call)
@@ -285,6 +285,12 @@ class CompiledRegions:
         if not is_open or places.modules.is_elsewhere() or places.elsewhere.is_running():
             return False
         return not places.is_in_region() and not self._captures.is_capturing()
+
+    def _unrecorded(self, call: Callable[..., Any], *args: Any) -> Any:
+        outputs = call(*args)
+        if self._token is not None and self._places.modules.is_elsewhere():
+            self._places.elsewhere.note_call(outputs)
+        return outputs
 
     def _start(self, region: Region) -> None:
         self._step.deferred.flush()  # the region's kernels reuse memory, even that of inputs
