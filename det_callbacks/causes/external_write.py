@@ -139,7 +139,7 @@ def _sees_all_ops(facts: Facts, *, before: int) -> bool:
     """Return whether the step digests the outputs of all ops, and no op before a row was opaque."""
     program, position = facts.difference.side(before)
     programs = facts.difference.reference.program, facts.difference.current.program
-    if any("unselected" in one.ops_skipped or GRAPH in one.ops_skipped for one in programs):
+    if any(one.leaves_out_ops or GRAPH in one.ops_skipped for one in programs):
         return False
     has_ops = any(site.role == "output" for one in programs for site in one.sites)
     return has_ops and not any(_is_opaque(site) for site in program.sites[:position])

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ class Observations:
         """Start a step; ``replay`` saves nondeterministic values, or restores them."""
         self.drop()
         self._replay = replay or Replay()
-        self._process = os.getpid()
+        self._process, self._thread = os.getpid(), get_ident()
         self._is_open = True
         self.region.resume()
 
@@ -109,8 +110,7 @@ class Observations:
                 is_there = holds_data(value)  # False of meta and fake tensors
                 value = unwrapped(value) if is_there else f"no data: {value.dtype} {list(value.shape)} {value.device}"
             entries.append((path, value))
-        strands = self._recorder.strands
-        with self._recorder.step.lock, strands.recording(strands.here()):
+        with self._recorder.step.lock:
             phase, scope = self._recorder.places.now()
             self._record(phase, scope.module, entries, is_writer=is_replayed)
         return changed
@@ -173,6 +173,8 @@ class Observations:
             where = f"outside the steps of {self.owner} (in a validation, between batches, or in a skipped step)"
         elif os.getpid() != self._process:
             where = "in a process other than the run's, such as a DataLoader worker: observe what it returns"
+        elif get_ident() != self._thread and graph_task_id() == -1:
+            where = "in a thread other than the step's: observe what it returns"
         elif self._recorder.captures.is_captured():
             where = "during the capture of a CUDA graph, whose replay calls no Python: observe the graph's outputs"
         if where:

@@ -180,6 +180,11 @@ class Program:
     __hash__ = None  # type: ignore[assignment]  # use ``id`` instead
 
     @property
+    def leaves_out_ops(self) -> bool:
+        """Whether ops ran whose outputs nothing recorded: outside the selection, or in another thread."""
+        return not self.ops_skipped.keys().isdisjoint(("unselected", "other_thread"))
+
+    @property
     def counts(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("ops_seen", "ops_digested", "ops_skipped", "opaque_regions")}
 

@@ -22,17 +22,12 @@ class StepTrace:
     unseen_writes: frozenset[int]
     values: Mapping[int, str]
     _make_layout: Callable[[], Layout]
-    _positions: Mapping[int, int] | None = None  # of each site by its order of arrival, if several threads ran
     checked: frozenset[int] | None = None  # see ``StepView``
 
     @property
     def layout(self) -> Layout:
         """The layout of each site, built on demand until the next step begins."""
         return self._make_layout()
-
-    def position_of(self, number: int) -> int:
-        """Return the position of the n-th recorded site."""
-        return number if self._positions is None else self._positions[number]
 
     def view(self, *, rank: int = 0, step: int = 0, epoch: int = 0, chain: int = 0, segment: int = 0) -> StepView:
         record = StepRecord(step, epoch, self.program.id, self.layout_id, self.digests, chain, segment)
@@ -59,7 +54,6 @@ class Expectation:
     program_id: int | None = None
     unseen_writes: set[int] = field(default_factory=set)
     checks_left: int = MAX_INPUT_CHECKS
-    is_ordered: bool = True  # False if several threads record: sites then come in any order
     looked_at: set[int] = field(default_factory=set)  # the sites whose inputs were digested again
     is_incomplete: bool = False  # whether an op that differs without reading a difference was not checked
     _all: frozenset[int] | None = None  # all digests, when first needed
@@ -69,9 +63,7 @@ class Expectation:
         return cls(array("Q", np.ascontiguousarray(digests, dtype=np.uint64).tobytes()), program_id)
 
     def differs(self, position: int, digest: int) -> bool:
-        """Return whether the reference has a different digest at this position, or anywhere without an order."""
-        if not self.is_ordered:
-            return self.is_new(digest)
+        """Return whether the reference has a different digest at this position."""
         return position >= len(self.digests) or self.digests[position] != digest
 
     def is_new(self, digest: int) -> bool:
@@ -95,11 +87,7 @@ class Expectation:
     def checked(self, program_id: int) -> frozenset[int] | None:
         """Return the sites whose ops were checked for unseen writes, or None if all origins of the step were.
 
-        In another program, or without an order, the comparison may find differences at other sites than ``differs``.
+        In another program, the comparison may find differences at other sites than ``differs``.
         """
-        is_exact = self.is_ordered and program_id == self.program_id
-        return None if is_exact and not self.is_incomplete else frozenset(self.looked_at)
-
-    def forget_order(self) -> None:
-        """Accept sites in any order from now on."""
-        self.is_ordered = False
+        is_exact = program_id == self.program_id and not self.is_incomplete
+        return None if is_exact else frozenset(self.looked_at)

@@ -118,7 +118,7 @@ class Keeper(OpSelection):
 
 def _entries(trace: StepTrace, op: str, first: int, outputs: dict[int, _Copy]) -> dict[str, SavedTensor]:
     """Return the copies of a call by key, each with its site; none if the call made no sites."""
-    sites, first = trace.program.sites, trace.position_of(first)
+    sites = trace.program.sites
     if first < len(sites) and sites[first].role == "argument":
         first += 1
     entries = {}

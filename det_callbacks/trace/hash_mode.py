@@ -313,7 +313,6 @@ class Listener:
         if sees_ops:
             self.mode = Interceptor(self._recorder)
             self.mode.__enter__()  # type: ignore[no-untyped-call]  # torch's own
-            self._recorder.strands.mode = self.mode
 
     def close(self) -> str | None:
         """Stop listening; return the class of a mode above ours, if any: ours then stays and passes on all ops."""
@@ -322,8 +321,6 @@ class Listener:
             self._outputs.close()
         self._recorder.compiled.close()
         mode, self.mode = self.mode, None
-        if mode is not None:
-            self._recorder.strands.mode = None
         return None if mode is None else mode.leave()
 
 

@@ -5,7 +5,7 @@ comparisons, its reads, and the digests of its outputs; where a number among its
 changes, also a text of its numbers.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from det_callbacks.runs.program import Program, scalar_bits
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import Expectation, StepTrace, require_whole
 from det_callbacks.trace.attribution.backward import ENGINE
+from det_callbacks.trace.attribution.elsewhere import OTHER_THREAD
 from det_callbacks.trace.attribution.engine import source_of
 from det_callbacks.trace.attribution.places import Places
 from det_callbacks.trace.collectives import Collectives
@@ -48,8 +49,6 @@ from det_callbacks.trace.tables.overloads import (
     written_by_call,
 )
 from det_callbacks.trace.tables.plans import Plans
-from det_callbacks.trace.threads.order import canonical_order
-from det_callbacks.trace.threads.strands import Strands
 
 _is_grad_enabled = torch.is_grad_enabled
 _CONST_CLASSES = frozenset(
@@ -75,7 +74,8 @@ class Recorder:
         self.plans = Plans(places.now)
         self.output_hooks = OutputHooks(step)
         self.captures = GraphCaptures(step, places)
-        self.strands = Strands(step, places, self._expect_any_order)
+        self.elsewhere = places.elsewhere
+        places.modules.on_return_elsewhere = self.elsewhere.note_call
         self._reads = Reads(step, places, self.generators)
         self.collectives = self._reads.collectives = Collectives(step, places, self._reads)
         self.named = NamedSites(step, places, self.generators, self.collectives, self.captures)
@@ -88,7 +88,6 @@ class Recorder:
             undigested=self.undigested,
             captures=self.captures,
             output_hooks=self.output_hooks,
-            strands=self.strands,
         )
         self._unseen_writes = UnseenWriteCheck(step)
         self._accumulation: OpPlan | None = None
@@ -120,7 +119,7 @@ class Recorder:
         self.collectives.begin()
         self.compiled.begin()
         self._unseen_writes.begin()
-        self.strands.begin()
+        self.elsewhere.clear()
         REPLACED.unfollow(self.compiled)  # after a step that was neither finished nor abandoned
         REPLACED.watch(self.compiled)
 
@@ -128,16 +127,14 @@ class Recorder:
         """End the step and return its trace."""
         step = self.step
         with step.lock:
+            step.counts.skipped[OTHER_THREAD] += self.elsewhere.num_calls
             program = step.graph.program(step.counts)
             require_whole(program, step.digests)
             settled = step.deferred.settle(step.digests)
             if self._expected is not None:
                 self._unseen_writes.check_deferred(self._expected, program, settled)
             digests = np.frombuffer(step.digests, dtype=np.uint64) if step.digests else np.empty(0, np.uint64)
-            if self.strands.all:
-                trace = self._ordered(program, digests)
-            else:
-                trace = self._trace(program, digests, step.layout_indices)
+            trace = self._trace(program, digests)
             self.abandon()
         return trace
 
@@ -148,7 +145,7 @@ class Recorder:
         self.compiled.end()
         self.captures.clear()
         self.collectives.end()
-        self.strands.end()
+        self.elsewhere.clear()
         REPLACED.unfollow(self.compiled)
         self._expected = None
 
@@ -176,12 +173,14 @@ class Recorder:
         places = self.places
         if graph_task_id() == -1:
             phase = places.phase
-            scope = places.calls.current
+            scope = places.modules.current
         else:
             phase = "backward"
             scope = places.backward.scope()
             if scope is ENGINE and func is _ADD_IN_PLACE:  # recorded as ``add``; ``plan.call`` still adds in place
                 func, plan = _ADD, self._plan_of_accumulation(args)
+            if self.elsewhere.nodes and self.elsewhere.is_running(func):
+                return self.undigested.unrecorded(OTHER_THREAD, plan, func, phase, scope, args, kwargs)
         if (
             plan.is_reducing
             and (reduced := self.undigested.in_reducer(plan, scope, args, kwargs)) is not NotImplemented
@@ -190,7 +189,7 @@ class Recorder:
         # record .item() anywhere: Python may pass the number to an op in any module
         may_be_passed_on = func is _ITEM and phase != "optimizer"
         if not places.selects_all and not may_be_passed_on and not places.selects(phase, scope):
-            return self.undigested.unselected(plan, func, phase, scope, args, kwargs)
+            return self.undigested.unrecorded("unselected", plan, func, phase, scope, args, kwargs)
 
         # what the call reads: the sites that wrote its inputs, and a new input site for any other input
         step = self.step
@@ -358,41 +357,17 @@ class Recorder:
             )
         return out
 
-    def _ordered(self, program: Program, digests: np.ndarray) -> StepTrace:
-        """Return the trace of a step that ran modules in several threads, with its sites in a canonical order."""
-        step = self.step
-        graph, modules = step.graph, self.places.modules.names
-        calls = graph.calls()
-        reads = graph.reads_by_position(calls)
-        order, sites = canonical_order(calls, reads, program.sites, self.strands.all, modules, digests.tolist())
-        program = Program.of(sites, **program.counts, text=program.text)
-        digests = digests[order]
-        positions = {number: position for position, number in enumerate(order)}
-        return self._trace(program, digests, [step.layout_indices[number] for number in order], positions)
-
-    def _trace(
-        self,
-        program: Program,
-        digests: np.ndarray,
-        indices: list[int],
-        positions: Mapping[int, int] | None = None,
-    ) -> StepTrace:
-        """Return the trace; ``positions`` has the position of each site by its order of arrival, if they differ."""
-        unseen, checked = frozenset[int](), None
-        if (expected := self._expected) is not None:
-            unseen, checked = frozenset(expected.unseen_writes), expected.checked(program.id)
-        if positions is not None:
-            unseen = frozenset(positions[number] for number in unseen)
-            checked = None if checked is None else frozenset(positions[number] for number in checked)
+    def _trace(self, program: Program, digests: np.ndarray) -> StepTrace:
+        step, expected = self.step, self._expected
+        indices = step.layout_indices
         return StepTrace(
             program=program,
             digests=digests,
-            layout_id=self.step.layouts.layout_id(indices),
-            unseen_writes=unseen,
-            checked=checked,
-            values=self.step.graph.values,
-            _make_layout=partial(self.step.layouts.layout, indices),
-            _positions=positions,
+            layout_id=step.layouts.layout_id(indices),
+            unseen_writes=frozenset() if expected is None else frozenset(expected.unseen_writes),
+            checked=None if expected is None else expected.checked(program.id),
+            values=step.graph.values,
+            _make_layout=partial(step.layouts.layout, indices),
         )
 
     def _append_special(self, output: Any, parts: Parts, *, is_fresh: bool) -> None:
@@ -423,8 +398,3 @@ class Recorder:
             self.step.deferred.before_writes(args[:1])
         self._accumulation = self._accumulation or replace(self.plans.of(_ADD), call=self.plans.of(_ADD_IN_PLACE).call)
         return self._accumulation
-
-    def _expect_any_order(self) -> None:
-        """Stop comparing sites by position: other threads record too, and the order is final only at the step's end."""
-        if self._expected is not None:
-            self._expected.forget_order()

@@ -19,7 +19,7 @@ class Step:
     """The current step; appending bits and a layout adds a site.
 
     Hold ``lock`` while recording: the autograd engine runs each device's part of a backward pass in a separate thread,
-    modules may run in a pool of threads, and an op lets other threads continue while it runs.
+    and an op lets other threads continue while it runs.
     """
 
     def __init__(self) -> None:

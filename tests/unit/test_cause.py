@@ -344,9 +344,7 @@ CASES = [
         "the generator state differs (generator on cpu at train.py:5 in forward)",
         "Seed this generator, and",
     ),
-    case(
-        after_an_unselected_op, "unknown", "net.weight, a tensor read in net and a tensor read", "(modules, phases) may"
-    ),
+    case(after_an_unselected_op, "unknown", "net.weight, a tensor read in net and a tensor read", "other threads) may"),
     *(
         case(reading("net.weight"), cause, *UNRECORDED, said, environment=known, **options)
         for known, cause, said in (((), "unknown", "Record those steps"), ((LR,), "settings", LR.name))

@@ -62,8 +62,9 @@ def _explain_sources(facts: Facts) -> str:
 
 
 def _who_produced(facts: Facts) -> str:
-    is_partial = "unselected" in facts.difference.current.program.ops_skipped
-    return ", but an op that was not recorded (modules, phases) may have produced it" if is_partial else ""
+    if not facts.difference.current.program.leaves_out_ops:
+        return ""
+    return ", but an op that was not recorded (modules, phases, other threads) may have produced it"
 
 
 def how_it_entered(phase: str, found: Sequence[Finding], facts: Facts) -> str:

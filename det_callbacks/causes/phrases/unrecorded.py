@@ -37,4 +37,4 @@ def _may_be_python_value(facts: Facts) -> bool:
     if not facts.sources:
         return facts.leading.divergence.kind in ("argument", "missing", "extra")
     are_unnamed = all(one.role == "input" and one.divergence.name is None for one in facts.sources)
-    return are_unnamed and "unselected" not in facts.difference.current.program.ops_skipped
+    return are_unnamed and not facts.difference.current.program.leaves_out_ops

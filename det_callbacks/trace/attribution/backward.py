@@ -7,7 +7,6 @@ The match counts only if the node's name fits the op; otherwise the module is "?
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from functools import lru_cache
 from threading import get_ident
 from types import CodeType
@@ -28,7 +27,7 @@ from det_callbacks.internals.torch import (
     top_hooks,
 )
 from det_callbacks.trace.attribution.engine import Entry, engine_entry, frames_above_engine, source_of
-from det_callbacks.trace.attribution.modules import UNKNOWN_MODULE, ModuleCalls, ModuleStack, repeated_region
+from det_callbacks.trace.attribution.modules import UNKNOWN_MODULE, ModuleStack, repeated_region
 from det_callbacks.trace.op.call_graph import CallNode, OpScope
 from det_callbacks.trace.tables.overloads import OpPlan
 
@@ -53,56 +52,19 @@ _Nodes = dict[int, list[CallNode]]
 """The calls after each node of one thread; hooks may run ops between a node and its op."""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class ThreadNodes:
-    """Autograd nodes that another thread made in one module.
-
-    Each thread has a separate counter, and threads are reused, so nodes are identified by object, not by number.
-    """
-
-    nodes: _Nodes
-    first: int  # the lowest sequence number
-    numbers: set[int] = field(default_factory=set)  # sequence numbers of nodes whose objects are known
-
-
 class BackwardMap:
     def __init__(self, parameter_names: Mapping[int, str], modules: ModuleStack) -> None:
         self._parameter_names = parameter_names  # ``id`` of a parameter -> name; the owner keeps it current
-        self.calls: ModuleCalls = modules  # calls of the thread being recorded
+        self._modules = modules
         modules.on_enter = self.note_region
         self._callers: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # checkpointed region -> module
         self._threads: defaultdict[int, _Nodes] = defaultdict(dict)
-        self._others: list[ThreadNodes] = []
-        self._other_of: dict[Any, ThreadNodes] = {}  # by node
         # by ids, since hashing a code object hashes its constants
         self._stacks: dict[tuple[int, ...], tuple[CodeType, ...]] = {}
 
     def clear(self) -> None:
         self._threads.clear()
-        self._others.clear()
-        self._other_of.clear()
         self.note_unseen()
-
-    def begin_thread(self) -> ThreadNodes:
-        nodes = self._threads[get_ident()] = {}
-        self.note_unseen()
-        return ThreadNodes(nodes=nodes, first=next_sequence_number())
-
-    def end_thread(self, made: ThreadNodes, outputs: Iterable[Any], inputs: Iterable[Any]) -> None:
-        """Collect the nodes of a module, from those of ``outputs`` up to those of ``inputs``."""
-        self._threads.pop(get_ident(), None)
-        self._others.append(made)
-        end = next_sequence_number()
-        seen, waiting = set(inputs), list(outputs)
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in seen or node.name() == _ACCUMULATE:
-                continue
-            seen.add(node)
-            if made.first <= (number := sequence_number(node)) < end and node not in self._other_of:
-                made.numbers.add(number)
-                self._other_of[node] = made
-                waiting.extend(parent for parent, _ in node.next_functions)
 
     def register(self, call: CallNode) -> None:
         """Note that the running op, the first after the creation of a node, made it."""
@@ -144,9 +106,9 @@ class BackwardMap:
         It is the module called in this pass, else the autograd node's, else the caller of the recomputed
         checkpoint. An op of a hook has the scope of the node, with the hook's source.
         """
-        calls = self.calls
-        if calls.backward_pass == graph_task_id():
-            return scope_in(calls.current.module, recomputed=calls.is_recomputed)
+        modules = self._modules
+        if modules.backward_pass == graph_task_id():
+            return scope_in(modules.current.module, recomputed=modules.is_recomputed)
         entry = engine_entry(_FRAMES_BELOW)
         node = current_node()
         if node is None:
@@ -168,7 +130,7 @@ class BackwardMap:
             self._stacks.clear()
         call.codes = self._stacks.setdefault(tuple(map(id, codes)), codes)
         task = graph_task_id()
-        modules = [scope.module for _, scope, called_in, _ in reversed(self.calls.stack) if called_in == task]
+        modules = [scope.module for _, scope, called_in, _ in reversed(self._modules.stack) if called_in == task]
         modules.append("" if task == -1 else self._caller_of(repeated_region()))
         call.running_modules = tuple(modules)
 
@@ -178,7 +140,7 @@ class BackwardMap:
         if hooks is not None and getattr(hooks[0], "__qualname__", None) == CHECKPOINT_PACK_HOOK:
             region = hooks[0].__closure__[0].cell_contents
             if region not in self._callers:
-                self._callers[region] = (self.calls.current if graph_task_id() == -1 else self.scope()).module
+                self._callers[region] = (self._modules.current if graph_task_id() == -1 else self.scope()).module
 
     def _caller_of(self, region: Any) -> str:
         if type(region).__name__ == _REENTRANT:
@@ -188,7 +150,7 @@ class BackwardMap:
     def _of_node(self, node: Any, name: str) -> OpScope:
         """Return the scope of the forward op that made a node; all threads that know one must agree."""
         number = sequence_number(node)
-        if len(self._threads) == 1 and not self._others:
+        if len(self._threads) == 1:
             (nodes,) = self._threads.values()
             if (
                 (calls := nodes.get(number)) is not None
@@ -197,10 +159,7 @@ class BackwardMap:
             ):
                 return known
         code = forward_code(node)
-        if (made := self._other_of.get(node)) is not None:
-            return _find_in(made.nodes, number, name, code)
-        others = (one.nodes for one in self._others if number not in one.numbers)
-        every = (_find_in(nodes, number, name, code) for nodes in (*self._threads.values(), *others))
+        every = (_find_in(nodes, number, name, code) for nodes in self._threads.values())
         found = [scope for scope in every if scope is not UNKNOWN]
         return found[0] if len({scope.module for scope in found}) == 1 else UNKNOWN
 

@@ -35,50 +35,25 @@ _NO_WARNING = ("ignore", _ABOUT_HOOKS, UserWarning, None, 0)
 
 
 class _Here(local):
-    """Whether this thread is the step's main thread."""
+    """Whether this thread is the step's; None if it has called no module outside a backward pass."""
 
-    is_own = False
-
-
-class ModuleCalls:
-    def __init__(self) -> None:
-        # module, scope, backward pass of the call (-1 if none), and whether a checkpoint recomputes it
-        self.stack: list[tuple[nn.Module, OpScope, int, bool]] = []
-        # scope, pass and flag of the innermost call; in a compiled region, ``current`` is the region's scope
-        self.current, self.backward_pass, self.is_recomputed = NOWHERE, -1, False
-
-    def enter(self, module: nn.Module, scope: OpScope) -> None:
-        backward_pass = graph_task_id()
-        is_recomputed = backward_pass != -1 and (
-            (self.is_recomputed and self.backward_pass == backward_pass) or repeated_region() is not None
-        )
-        self.stack.append((module, scope, backward_pass, is_recomputed))
-        self.current, self.backward_pass, self.is_recomputed = scope, backward_pass, is_recomputed
-
-    def find(self, module: nn.Module) -> int:
-        running = (depth for depth in range(len(self.stack), 0, -1) if self.stack[depth - 1][0] is module)
-        return next(running, 0)
-
-    def clear(self) -> None:
-        self.stack.clear()
-        self.return_to_stack()
-
-    def return_to_stack(self) -> None:
-        innermost = self.stack[-1][1:] if self.stack else (NOWHERE, -1, False)
-        self.current, self.backward_pass, self.is_recomputed = innermost
+    is_own: bool | None = None
 
 
-class ModuleStack(ModuleCalls):
+class ModuleStack:
     """The modules that run in the step's thread, named relative to ``root``, or to the outermost's class.
 
     Threads of the autograd engine count as the step's thread.
     """
 
     def __init__(self, root: nn.Module | None) -> None:
-        super().__init__()
+        # module, scope, backward pass of the call (-1 if none), and whether a checkpoint recomputes it
+        self.stack: list[tuple[nn.Module, OpScope, int, bool]] = []
+        # scope, pass and flag of the innermost call; in a compiled region, ``current`` is the region's scope
+        self.current, self.backward_pass, self.is_recomputed = NOWHERE, -1, False
         self.on_enter: Callable[[], None] | None = None  # called before a module is entered
         self.on_output: Callable[[str, Any], None] | None = None  # called when a module returns outside backward
-        self.others: Any = None  # Strands, which follow modules in other threads
+        self.on_return_elsewhere: Callable[[Any], None] | None = None  # called in another thread
         self._root = root
         self._here = _Here()
         self._scopes: dict[int, OpScope] = {}
@@ -120,7 +95,8 @@ class ModuleStack(ModuleCalls):
             self._filters.remove(_NO_WARNING)
         self._key = None
         self._here = _Here()
-        self.clear()
+        self.stack.clear()
+        self.return_to_stack()
         before, ours = self._recursion_limits
         if sys.getrecursionlimit() == ours:  # the program has not set it since
             sys.setrecursionlimit(before)
@@ -154,41 +130,47 @@ class ModuleStack(ModuleCalls):
                 self._refresh(self._root, "")
         return self._scopes.get(key)
 
-    def _is_strand(self) -> bool:
-        """Return whether this thread, which is not the step's, is a strand.
+    def is_elsewhere(self) -> bool:
+        """Return whether this thread is neither the step's nor one of the autograd engine's."""
+        if self._here.is_own is None and graph_task_id() == -1:
+            self._here.is_own = False
+        return self._here.is_own is False
 
-        A thread of the autograd engine is not, unless it runs a strand's module.
-        """
-        return graph_task_id() == -1 or (self.others is not None and self.others.is_followed())
+    def return_to_stack(self) -> None:
+        innermost = self.stack[-1][1:] if self.stack else (NOWHERE, -1, False)
+        self.current, self.backward_pass, self.is_recomputed = innermost
 
     @runs_uncompiled  # in a compiled hook, is_compiling() would be True forever
-    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _enter(self, module: nn.Module, _args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling():
             return
-        if not self._here.is_own and self._is_strand():
-            if self.others is not None:
-                self.others.enter(module, self._scope_of(module), args)
+        if self.is_elsewhere():
             return
         if self.on_enter is not None:
             self.on_enter()
         if self._at_next is not None:
             at_next, self._at_next = self._at_next, None
             at_next()
-        self.enter(
-            module, self._scope_of(module) or self.current
-        )  # ops of a module outside the model count as its caller's
+        scope = self._scope_of(module) or self.current  # ops of a module outside the model count as its caller's
+        backward_pass = graph_task_id()
+        is_recomputed = backward_pass != -1 and (
+            (self.is_recomputed and self.backward_pass == backward_pass) or repeated_region() is not None
+        )
+        self.stack.append((module, scope, backward_pass, is_recomputed))
+        self.current, self.backward_pass, self.is_recomputed = scope, backward_pass, is_recomputed
 
     @runs_uncompiled
     def _leave(self, module: nn.Module, _args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        if not self._here.is_own and self._is_strand():
-            if self.others is not None:
-                self.others.leave(module, output, is_of_model=id(module) in self._scopes)
+        if self.is_elsewhere():
+            if self.on_return_elsewhere is not None:
+                self.on_return_elsewhere(output)
             return
         depth = len(self.stack)
         if not (depth and self.stack[-1][0] is module):
-            depth = self.find(module)
+            running = (depth for depth in range(depth, 0, -1) if self.stack[depth - 1][0] is module)
+            depth = next(running, 0)
         if depth:
             _, scope, backward_pass, _ = self.stack[depth - 1]
             if self.on_output is not None and output is not None and backward_pass == -1 and id(module) in self._scopes:

@@ -11,7 +11,8 @@ from det_callbacks.internals.torch import graph_task_id
 from det_callbacks.runs.program import parameter_in
 from det_callbacks.runs.selection import PHASES, Selection
 from det_callbacks.trace.attribution.backward import BackwardMap
-from det_callbacks.trace.attribution.modules import ModuleCalls, ModuleStack
+from det_callbacks.trace.attribution.elsewhere import Elsewhere
+from det_callbacks.trace.attribution.modules import ModuleStack
 from det_callbacks.trace.attribution.tensor_names import NameTable
 from det_callbacks.trace.op.call_graph import OpScope
 
@@ -32,7 +33,7 @@ class Places:
         self.parameter_names: dict[int, str] = {}  # ``id`` of a parameter -> name; shared with ``backward``
         self._parameter_name_set: frozenset[str] | None = None  # once something asked for it
         self.modules = ModuleStack(root)
-        self.calls: ModuleCalls = self.modules  # calls of the thread being recorded, while the lock is held
+        self.elsewhere = Elsewhere()
         self.backward = BackwardMap(self.parameter_names, self.modules)
         # thread -> the compiled ``Region`` that runs in it, or None if what runs has no rows
         self.running_regions: dict[int, Any] = {}
@@ -56,16 +57,12 @@ class Places:
         """Return the module that a named tensor belongs to: "net.head" for "exp_avg of net.head.weight"."""
         return (parameter_in(name, self.parameter_name_set) or name).rpartition(".")[0]
 
-    def follow(self, calls: ModuleCalls) -> None:
-        """Take modules from the calls of the thread that is recorded from here on."""
-        self.calls = self.backward.calls = calls
-
     def now(self) -> tuple[str, OpScope]:
         """Return the phase and scope of the running op."""
         if self.running_regions and (region := self.running_regions.get(get_ident())) is not None:
             return region.phase, region.scope
         if graph_task_id() == -1:
-            return self.phase, self.calls.current
+            return self.phase, self.modules.current
         return "backward", self.backward.scope()
 
     def is_in_region(self) -> bool:

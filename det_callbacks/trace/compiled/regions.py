@@ -4,8 +4,7 @@ Inductor reuses buffers, so an inner op depends on all inputs, and the region is
 op. The backward pass also depends on the inner ops, whose outputs it may have saved.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
@@ -40,7 +39,6 @@ from det_callbacks.trace.tables.overloads import (
     written_by_call,
 )
 from det_callbacks.trace.tables.plans import Plans
-from det_callbacks.trace.threads.strands import Strands
 
 _Row = tuple[str, int, Role, str | None]  # op, number, role and name
 _EARLIER = f"{REGION}graph_compiled_earlier"
@@ -185,12 +183,11 @@ class CompiledRegions:
         undigested: UndigestedOps,
         captures: GraphCaptures,
         output_hooks: OutputHooks,
-        strands: Strands,
     ) -> None:
         self._step, self._places, self._reads, self._plans = step, places, reads, plans
         self._undigested, self._captures = undigested, captures
         self.before_capture, self.before_replay = captures.before_capture, captures.before_replay
-        self._output_hooks, self._strands = output_hooks, strands
+        self._output_hooks = output_hooks
         self._running_regions = places.running_regions
         self._stances: list[Any] = []  # one for each ``open``, or None if compiled code runs
         self._token: object = None  # identifies the step
@@ -215,9 +212,8 @@ class CompiledRegions:
     def run(self, graph: TracedGraph, call: Callable[..., Any], *args: Any) -> Any:
         step, places = self._step, self._places
         if not self._is_recorded():
-            return call(*args)
-        with self._recording():
-            calls = places.calls
+            return self._unrecorded(call, *args)
+        with step.lock:
             phase, scope = places.now()
             scope = self._in_own_module(graph, args, scope)
             is_selected = self._selects(phase, scope)
@@ -228,16 +224,16 @@ class CompiledRegions:
                 given = region.enter(inputs)
                 number = next_sequence_number()
                 self._start(region)
-                calls.current = scope
+                places.modules.current = scope
         if not is_selected:
             return self._unselected(call, args)
         try:
             outputs = call(*args)
         finally:
             self._running_regions.pop(get_ident(), None)
-            calls.return_to_stack()
+            places.modules.return_to_stack()
         results = list(tensors_in([outputs]))
-        with self._recording():
+        with self._step.lock:
             region.leave(((None, value) for value in results), given)
         if "backward" in places.selection.phases and torch.is_grad_enabled():
             for node in compiled_nodes(results, number):
@@ -248,12 +244,12 @@ class CompiledRegions:
     def run_earlier(self, call: Callable[[], Any]) -> Any:
         """Run a graph that was compiled before any recorder was active, and that may write any memory."""
         if not self._is_recorded():
-            return call()
+            return self._unrecorded(call)
         self._step.deferred.before_any_write()
         try:
             return self._without_rows(call)
         finally:
-            with self._recording():
+            with self._step.lock:
                 self._step.run_unseen(_EARLIER, *self._places.now())
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -286,12 +282,15 @@ class CompiledRegions:
     def _is_recorded(self) -> bool:
         places = self._places
         is_open = bool(self._stances) and self._token is not None and places.selection.level != "state"
-        return is_open and not places.is_in_region() and not self._captures.is_capturing()
+        if not is_open or places.modules.is_elsewhere() or places.elsewhere.is_running():
+            return False
+        return not places.is_in_region() and not self._captures.is_capturing()
 
-    @contextmanager
-    def _recording(self) -> Iterator[None]:
-        with self._step.lock, self._strands.recording(self._strands.here()):
-            yield
+    def _unrecorded(self, call: Callable[..., Any], *args: Any) -> Any:
+        outputs = call(*args)
+        if self._token is not None and self._places.modules.is_elsewhere():
+            self._places.elsewhere.note_call(outputs)
+        return outputs
 
     def _start(self, region: Region) -> None:
         self._step.deferred.flush()  # the region's kernels reuse memory, even that of inputs
@@ -335,7 +334,7 @@ class CompiledRegions:
         versions = [_version_of(value) for value in args]
         outputs = self._without_rows(call, *args)
         written = [value for value, before in zip(args, versions, strict=True) if _version_of(value) != before]
-        with self._recording():
+        with self._step.lock:
             for value in tensors_in([outputs, *written]):
                 self._step.forget(value)
         self._step.counts.skipped["unselected"] += 1
@@ -353,7 +352,7 @@ class CompiledRegions:
 
         @breaks_graph("det_callbacks: records the inputs of a compiled region when it runs")
         def before(gradients: Sequence[Any]) -> None:
-            if token is not self._token or self._captures.is_capturing():
+            if token is not self._token or self._captures.is_capturing() or places.elsewhere.is_running():
                 return
             with step.lock:
                 # the forward pass may have saved any output seen in it

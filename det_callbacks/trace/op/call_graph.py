@@ -449,17 +449,6 @@ class CallGraph:
         # ascending within each row
         return num_read, read[np.lexsort((read, np.repeat(np.arange(len(num_read)), num_read)))]
 
-    def reads_by_position(self, calls: Sequence[CallNode]) -> list[list[int]]:
-        """Return the positions that each call of the step reads: by its arguments, then by its input sites."""
-        positions = {label: position for position, label in enumerate(self.labels)}
-        found = []
-        first = 0
-        for call in calls:
-            given = [label for label in call.read_labels if label is not None]
-            found.append([positions[label] if label >= 0 else first - 1 - label for label in given])
-            first += len(call.shared.labels)
-        return found
-
 
 def _root() -> CallNode:
     return CallNode(None, None, "", NOWHERE, [], [], [], 0)

@@ -24,8 +24,7 @@ class OutputHook(Protocol):
     ) -> Sequence[Any]:
         """Return the outputs to continue with: the same tensors, perhaps with other contents, or other numbers.
 
-        The call's sites are the next outputs from ``position`` on, in recording order; after a step with several
-        threads, ``StepTrace.position_of`` maps positions to the final order.
+        The call's sites are the next outputs from ``position`` on.
         """
 
 

@@ -77,6 +77,8 @@ class Reads:
             if delivered:
                 self.collectives.read(tensor, delivered, edges, reads, names)
                 return
+        if self._places.elsewhere.nodes:
+            self._places.elsewhere.note_read(tensor)
         position = len(step.digests)
         name: InputName = self._places.names.of(tensor)
         if ledger.is_invalidated:
@@ -103,7 +105,8 @@ class Reads:
         """Do what ``read`` does, faster, for a strided tensor whose storage this step has not written or read."""
         step = self._step
         ledger = step.ledger
-        if tensor.is_cpu and not ledger.is_invalidated and not tensor.is_neg() and not tensor.is_nested:
+        is_plain = tensor.is_cpu and not tensor.is_neg() and not tensor.is_nested
+        if is_plain and not ledger.is_invalidated and not self._places.elsewhere.nodes:
             slot = step.layouts.slots.get((tensor.dtype, tensor.shape, tensor.stride()))
             address = address_of(tensor)  # 0 for an efficient zero tensor, which has no memory
             if slot is not None and slot.is_raw and slot.num_bytes == storage.nbytes() and address:

@@ -66,12 +66,19 @@ class UndigestedOps:
             self._forget(tensors_in((*args, *kwargs.values())))
         return out
 
-    def unselected(
-        self, plan: OpPlan, func: Any, phase: str, scope: OpScope, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def unrecorded(
+        self,
+        reason: str,
+        plan: OpPlan,
+        func: Any,
+        phase: str,
+        scope: OpScope,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
-        """Run an op outside the selection, and forget the writers of what it writes."""
+        """Run an op that is left out, such as one outside the selection, and forget the writers of what it writes."""
         step = self._step
-        step.counts.skipped["unselected"] += 1
+        step.counts.skipped[reason] += 1
         if phase != "optimizer" and (_is_grad_enabled() or self._places.backward.is_unclaimed()):
             self._touch(func, plan)
         if step.deferred.is_used and not plan.is_functional:

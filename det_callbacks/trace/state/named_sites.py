@@ -251,6 +251,6 @@ class ModuleOutputs:
     def _record_gradient(self, token: object, module: str, name: str, number: int | None, given: Any) -> None:
         gradient: Tensor | None = given if number is None else given[number]
         # None is a zero gradient that autograd did not materialise
-        if gradient is not None and token is self._open_token:
+        if gradient is not None and token is self._open_token and not self._places.elsewhere.is_running():
             with self._lock:
                 self._named.record_output("backward", module, name, unwrapped(gradient))

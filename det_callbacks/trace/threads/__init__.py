@@ -1,1 +1,0 @@
-"""Modules that a step runs in other threads."""
