@@ -286,9 +286,9 @@ class CheckpointNotFoundError(_PathError, FileNotFoundError):
 
 
 class UnsupportedVersionError(DetCallbacksError):
-    """The installed torch or Lightning lacks a private name that the requested feature needs.
+    """The installed torch or Lightning lacks a private name that det_callbacks needs.
 
-    ``det-callbacks doctor`` lists such names, and what is lost without each.
+    ``det-callbacks doctor`` lists all such names.
 
     Examples:
         >>> UnsupportedVersionError.exit_code

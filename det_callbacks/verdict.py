@@ -176,7 +176,7 @@ class Coverage:
         replayed: op or observation whose saved bits were restored -> number of tensors ("count"),
             of those whose live bits differed ("differing"), and "mib_per_step".
         metrics: number of compared logged values.
-        lost: what the installed torch hid from a run, a sentence each.
+        lost: parts of a followed training that no step holds, a sentence each.
         followed: models and optimizers that torch's hooks found, "" if the training named its steps.
 
     Examples:

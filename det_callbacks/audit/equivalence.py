@@ -13,9 +13,7 @@ from torch import Generator, Tensor, nn
 from det_callbacks.audit.result import EquivalenceError, OpMismatch
 from det_callbacks.environment.rng import RewindPoint, is_capturing
 from det_callbacks.errors import CoverageWarning, DetCallbacksError, TraceError
-from det_callbacks.internals.private_names import RECORDING
 from det_callbacks.internals.torch import (
-    EQUIVALENCE,
     TORCH,
     FakeTensor,
     FunctionalTensor,
@@ -114,8 +112,7 @@ class BitwiseEquivalenceMode:
     def __init__(
         self, raise_on_mismatch: bool = False, *, model: nn.Module | None = None, base_phase: str = "forward"
     ) -> None:
-        TORCH.require(RECORDING)
-        TORCH.require(EQUIVALENCE)
+        TORCH.require()
         self.is_open = False
         self.num_ops = self.num_compared = self.num_mismatches = 0
         self.skipped: Counter[str] = Counter()

@@ -9,7 +9,7 @@ from det_callbacks.report.installation import broken_report, broken_to_dict
 
 def doctor(options: argparse.Namespace) -> int:
     here = look_at_installation()
-    if here.broken:
+    if here.broken or here.missing:
         return print_found(options, lambda: broken_to_dict(here), lambda: broken_report(here), status=2)
 
     from det_callbacks.environment.doctor import diagnose  # noqa: PLC0415  # loads torch

@@ -16,7 +16,6 @@ from det_callbacks.errors import DetCallbacksError
 from det_callbacks.internals.torch import (
     COO_PARTS,
     JAGGED_CACHES,
-    MKLDNN,
     AsyncCollectiveTensor,
     FakeTensor,
     FunctionalTensor,
@@ -179,7 +178,7 @@ def _components(tensor: torch.Tensor, deferred: DeferredDigests | None) -> list[
         parts = [getattr(tensor, name)() for name in SPARSE_PARTS[tensor.layout]]
         if tensor.layout is torch.sparse_coo:
             ends = [digest_bytes(bytes([tensor.is_coalesced()]))]
-    elif tensor.layout is MKLDNN:
+    elif tensor.is_mkldnn:
         parts = [tensor.to_dense()]
     else:
         raise TypeError(

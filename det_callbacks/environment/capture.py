@@ -24,7 +24,6 @@ import torch
 from det_callbacks.digest.device.triton_digest import device_choice
 from det_callbacks.digest.host import digest_bytes, format_digest
 from det_callbacks.internals.dynamo import INDUCTOR_CONFIG, changed_inductor_options
-from det_callbacks.internals.torch import TORCH
 from det_callbacks.internals.versions import installed_version
 from det_callbacks.runs.environment import (
     ARGUMENTS,
@@ -33,7 +32,6 @@ from det_callbacks.runs.environment import (
     CONFIGURATION,
     DIGEST,
     INDUCTOR,
-    LOST,
     PLACE,
     VARIABLE,
     Environment,
@@ -57,7 +55,6 @@ _RECORDED_OTHERWISE = {*_KERNEL_VARIABLES, *_THREAD_VARIABLES, *(one.variable fo
 _IDLE_FACTS = (  # change no bits by themselves
     *("gpu.count", f"{DIGEST}cuda", *(f"{VARIABLE}{name}" for name in _THREAD_VARIABLES)),
     "cpu.count",  # acts through the number of threads
-    LOST,
     "torch.num_interop_threads",  # runs complete ops in parallel
     "det_callbacks.version",  # a trace changes no bits (tested)
 )
@@ -149,7 +146,6 @@ def _machine_facts(lightning: str) -> Iterator[tuple[str, Any]]:
     yield "torch.cuda", torch.version.cuda
     yield "torch.hip", torch.version.hip
     yield "torch.cudnn", backends.cudnn.version() if backends.cudnn.is_available() else None
-    yield LOST, TORCH.losses()
     yield "torch.mkl", _first(r"Math Kernel Library Version (.+?)(?: for |$)", build)
     yield "torch.mkldnn", _first(r"MKL-DNN (.+)", build)
     yield "torch.lapack", _first(r"LAPACK_INFO=(\w+)", build)

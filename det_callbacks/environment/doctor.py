@@ -52,7 +52,7 @@ class Diagnosis:
 
     @property
     def is_well(self) -> bool:
-        return not (self.missing or self.installation.missing)
+        return not self.missing
 
     @property
     def fills_memory(self) -> bool:

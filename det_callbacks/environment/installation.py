@@ -23,7 +23,7 @@ class Installation:
         versions: of Python and of the packages that matter here; None for one that is not installed.
         untested: a sentence for each package newer than any tested version.
         broken: a sentence for each package with malware, else for each import that fails.
-        missing: missing private names, each with what is lost without it.
+        missing: a sentence for each missing private name, with what to install.
     """
 
     versions: Mapping[str, str | None]

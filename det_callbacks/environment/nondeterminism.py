@@ -72,9 +72,9 @@ def read_op_facts() -> tuple[OpFact, ...]:
     """Return all facts, sorted by behaviour, name and condition; takes about 0.2 s."""
     import torch  # noqa: PLC0415  # for the command ops; facts are plain data
 
-    from det_callbacks.internals.torch import OPS, TORCH, all_op_names  # noqa: PLC0415  # likewise
+    from det_callbacks.internals.torch import TORCH, all_op_names  # noqa: PLC0415  # likewise
 
-    TORCH.require(OPS)
+    TORCH.require()
     all_names = all_op_names()
     names = [full.removeprefix("aten::").partition(".") for full in all_names if full.startswith("aten::")]
     seeded = torch.Tag.nondeterministic_seeded

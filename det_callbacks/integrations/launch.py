@@ -49,11 +49,18 @@ def begin() -> None:
 
 
 def _begin_with_torch(asked: str, settings: dict[str, Any]) -> None:
+    """Apply the settings and follow torch; if that fails, end the process with status 2."""
+    from det_callbacks.errors import DetCallbacksError  # noqa: PLC0415  # only when asked
     from det_callbacks.integrations.torch_steps import follow_torch  # noqa: PLC0415  # loads torch
+    from det_callbacks.settings import DeterminismSettings, enforce_determinism  # noqa: PLC0415  # likewise
 
-    if settings:
-        _enforce(settings)
-    follow_torch(asked)
+    try:
+        if settings:
+            enforce_determinism(DeterminismSettings.choose(**settings))
+        follow_torch(asked)
+    except DetCallbacksError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        raise SystemExit(error.exit_code) from error
 
 
 def _report_seen() -> None:
@@ -100,15 +107,3 @@ class _AfterImport:
 
             loader.exec_module = execute_and_call
         return spec
-
-
-def _enforce(settings: dict[str, Any]) -> None:
-    """Apply settings; if that fails, end the process with status 2."""
-    from det_callbacks.errors import DetCallbacksError  # noqa: PLC0415  # only where it is asked for
-    from det_callbacks.settings import DeterminismSettings, enforce_determinism  # noqa: PLC0415  # likewise
-
-    try:
-        enforce_determinism(DeterminismSettings.choose(**settings))
-    except DetCallbacksError as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        raise SystemExit(error.exit_code) from error

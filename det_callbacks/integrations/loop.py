@@ -20,9 +20,8 @@ from typing_extensions import override
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import NothingComparedError, SelectionError, SettingsError
 from det_callbacks.internals.dynamo import ORIGINAL
-from det_callbacks.internals.private_names import RECORDING
 from det_callbacks.internals.replaced import ReplacedMethods
-from det_callbacks.internals.torch import BACKWARD, BUFFERS, CHILDREN, MAKES_SCALE, PARAMETERS, TORCH, graph_task_id
+from det_callbacks.internals.torch import BACKWARD, BUFFERS, CHILDREN, MAKES_SCALE, PARAMETERS, graph_task_id
 from det_callbacks.observers.observations import REGISTRY
 from det_callbacks.runs.metrics import LOG, RESUMED, Metric, Reading
 from det_callbacks.trace.dispatch import runs_uncompiled
@@ -253,8 +252,7 @@ class TrainingRun(FollowedRun):
             self._hooks.attach(training)
             self._stage.callback(self._replaced.restore)
             self._replaced.put(torch.autograd, BACKWARD, self._around_backward)
-            if hasattr(GradScaler, MAKES_SCALE):
-                self._replaced.around(GradScaler, MAKES_SCALE, _unrecorded)
+            self._replaced.around(GradScaler, MAKES_SCALE, _unrecorded)
             self._replicas.begin(training)
         except BaseException as error:
             self._leave(error)
@@ -358,7 +356,6 @@ class TrainingRun(FollowedRun):
 
     @override
     def _prepare(self) -> None:
-        TORCH.require(RECORDING)
         walker = StateWalker(self._training.module)
         owned = {id(tensor) for _, tensor in walker.walk(PARAMETERS, BUFFERS)}
         for number, optimizer in enumerate(self._optimizers):

@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from det_callbacks.integrations.seen import Seen, report_seen
 from det_callbacks.internals.replaced import ReplacedMethods
-from det_callbacks.internals.torch import DataLoaderIter, graph_task_id, keywords_of_call
+from det_callbacks.internals.torch import TORCH, DataLoaderIter, graph_task_id, keywords_of_call
 from det_callbacks.observers.observations import REGISTRY
 from det_callbacks.trace.dispatch import runs_uncompiled
 from det_callbacks.trace.state.optimizers import parameters_of
@@ -72,6 +72,7 @@ class TorchSteps:
         self._seen = Seen()
 
     def begin(self) -> None:
+        TORCH.require()
         # harmless: torch calls the hooks again for the wrapper of a compiled module
         warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks", UserWarning)
         register_module_forward_pre_hook(self._before_module)

@@ -1,1 +1,1 @@
-"""The private names of torch and Lightning that the package uses, each with its purpose and what is lost without it."""
+"""The private names of torch and Lightning that the package uses, each with its purpose."""

@@ -10,19 +10,17 @@ from typing import Any
 
 from det_callbacks.internals.torch import TORCH
 
-_SLOWER = "torch.compile may take longer while a run is recorded"
-_set_strategy = TORCH.optional(
+_set_strategy = TORCH.needed(
     "torch._C._dynamo.eval_frame.set_code_exec_strategy",
     "keeps Dynamo from tracing functions that run between the parts of a compiled function",
-    lost=_SLOWER,
 )
-_make_strategy = TORCH.optional("torch._C._dynamo.eval_frame._FrameExecStrategy", "likewise", lost=_SLOWER)
-_actions = TORCH.optional("torch._C._dynamo.eval_frame._FrameAction", "likewise", lost=_SLOWER)
+_make_strategy = TORCH.needed("torch._C._dynamo.eval_frame._FrameExecStrategy", "likewise")
+_actions = TORCH.needed("torch._C._dynamo.eval_frame._FrameAction", "likewise")
 
 
 def skip(code: CodeType) -> None:
     """Have Dynamo skip this code, like ``torch.compiler.disable``, without importing Dynamo."""
-    if None not in (_set_strategy, _make_strategy, _actions):
+    if not TORCH.missing:
         _set_strategy(code, _make_strategy(_actions.SKIP, _actions.SKIP))
 
 
@@ -32,10 +30,8 @@ def break_graph_at(function: Any, reason: str) -> None:
     function._torchdynamo_disable_msg = reason
 
 
-OBSERVE_IN_ORDER = TORCH.optional(
-    "torch._library.effects.EffectType.ORDERED",
-    "keeps an op that returns nothing in a graph",
-    lost="observations in compiled functions are not recorded",
+OBSERVE_IN_ORDER = TORCH.needed(
+    "torch._library.effects.EffectType.ORDERED", "keeps an op that returns nothing in a graph"
 )
 
 # Replaced while a run is recorded.
@@ -62,10 +58,6 @@ def inductor_graph() -> Any:
 _inductor_graph = TORCH.later(
     "torch._inductor.output_code.CompiledFxGraph", "the class of graphs that were compiled before"
 )
-_LAZY_GRAPH = "torch.fx._lazy_graph_module._LazyGraphModule"
-LazyGraph = TORCH.needed_class(_LAZY_GRAPH, "a graph whose code Dynamo generates at its first call")
-LAZY_FORWARD = TORCH.name_of(f"{_LAZY_GRAPH}._lazy_forward", "the method that generates and runs it")
-write_lazy_graph = TORCH.needed(f"{_LAZY_GRAPH}.force_recompile", "writes it")
 
 # Reset when a run begins.
 
@@ -78,19 +70,24 @@ varying_sizes = TORCH.later("torch._dynamo.pgo.get_code_state", "the sizes that 
 
 # For compare_compiled.
 
-COMPARING = "compare_compiled"
-config = TORCH.later("torch._dynamo.config", "makes Dynamo raise instead of falling back to eager code", for_=COMPARING)
+config = TORCH.later(
+    "torch._dynamo.config",
+    "makes Dynamo raise instead of falling back to eager code",
+)
 inductor_config = TORCH.later(
-    "torch._inductor.config", "makes inductor draw the random numbers of eager code", for_=COMPARING
+    "torch._inductor.config",
+    "makes inductor draw the random numbers of eager code",
 )
 compiler_of = TORCH.later(
-    "torch._dynamo.backends.registry.lookup_backend", "the compiler of a named backend", for_=COMPARING
+    "torch._dynamo.backends.registry.lookup_backend",
+    "the compiler of a named backend",
 )
 inductor_with_mode = TORCH.later(
-    "torch._TorchCompileInductorWrapper", "the backend that torch.compile makes for a mode of inductor", for_=COMPARING
+    "torch._TorchCompileInductorWrapper",
+    "the backend that torch.compile makes for a mode of inductor",
 )
 optimized_module = TORCH.later(
-    "torch._dynamo.eval_frame.OptimizedModule", "the class of modules that torch.compile returns", for_=COMPARING
+    "torch._dynamo.eval_frame.OptimizedModule", "the class of modules that torch.compile returns"
 )
 
 # Attributes.
@@ -113,5 +110,5 @@ def changed_inductor_options() -> dict[str, Any]:
 
 
 is_compiled_in_place = TORCH.of_instance(
-    "torch.nn.Module._compiled_call_impl", "the call that Module.compile installed", for_=COMPARING
+    "torch.nn.Module._compiled_call_impl", "the call that Module.compile installed"
 )

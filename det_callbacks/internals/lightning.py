@@ -1,4 +1,4 @@
-"""The private names of Lightning (2.5 to 2.6), each with its purpose and what is lost without it."""
+"""The private names of Lightning (2.5 to 2.6), each with its purpose."""
 
 import logging
 from typing import TYPE_CHECKING, Any
@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 
 from det_callbacks.errors import UnsupportedVersionError
-from det_callbacks.internals.private_names import RECORDING, PrivateNames
-from det_callbacks.internals.torch import TORCH
+from det_callbacks.internals.private_names import PrivateNames
 
 LIGHTNING = PrivateNames("lightning")
 
@@ -18,18 +17,18 @@ if TYPE_CHECKING:
 
     WrappingCheckpointIO = _WrappingCheckpointIO
 else:
-    WrappingCheckpointIO = LIGHTNING.needed_class(
+    WrappingCheckpointIO = LIGHTNING.needed(
         "lightning.pytorch.plugins.io.wrapper._WrappingCheckpointIO", "a checkpoint writer that wraps another"
     )
-DataLoaderIterFetcher = LIGHTNING.needed_class(
+DataLoaderIterFetcher = LIGHTNING.needed(
     "lightning.pytorch.loops.fetchers._DataLoaderIterDataFetcher",
     "the fetcher for training steps that load batches themselves",
 )
-PrefetchFetcher = LIGHTNING.needed_class(
+PrefetchFetcher = LIGHTNING.needed(
     "lightning.pytorch.loops.fetchers._PrefetchDataFetcher", "the fetcher that prefetches batches"
 )
-Loop = LIGHTNING.needed_class("lightning.pytorch.loops.loop._Loop", "the class of loops")
-MultiProcessingLauncher = LIGHTNING.needed_class(
+Loop = LIGHTNING.needed("lightning.pytorch.loops.loop._Loop", "the class of loops")
+MultiProcessingLauncher = LIGHTNING.needed(
     "lightning.pytorch.strategies.launchers._MultiProcessingLauncher", "the launcher of processes that return nothing"
 )
 
@@ -56,12 +55,10 @@ name_of_result = LIGHTNING.needed(
 ddp_hook_state = LIGHTNING.of_instance(
     "lightning.pytorch.strategies.DDPStrategy._ddp_comm_state",
     "whether a communication hook keeps state that is not saved",
-    for_="exact resume under DDP",
 )
 model_averager = LIGHTNING.of_instance(
     "lightning.pytorch.strategies.DDPStrategy._model_averager",
     "whether replicas differ by design between averagings",
-    for_="ReplicaAuditCallback",
 )
 
 # Of the loops of a fit.
@@ -74,7 +71,6 @@ LOAD_LOADER_STATES = LIGHTNING.name_of(
 loader_mode = LIGHTNING.of_instance(
     "lightning.pytorch.utilities.CombinedLoader._mode",
     "the order in which several loaders are iterated",
-    for_="a fit with several training loaders",
 )
 is_restarting = LIGHTNING.of_instance(
     "_FitLoop._restarting",
@@ -118,9 +114,8 @@ def all_missing() -> list[str]:
 
 
 def require(trainer: pl.Trainer) -> None:
-    """Raise UnsupportedVersionError if torch, Lightning or a Trainer lacks a name that following a fit needs."""
-    TORCH.require(RECORDING)
-    LIGHTNING.require(RECORDING)
+    """Raise UnsupportedVersionError if Lightning or this Trainer lacks a name."""
+    LIGHTNING.require()
     epoch_loop = trainer.fit_loop.epoch_loop
     owners = {
         "lightning.pytorch.Trainer": trainer,

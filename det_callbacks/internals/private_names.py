@@ -10,31 +10,20 @@ from typing import Any
 from det_callbacks.errors import UnsupportedVersionError
 from det_callbacks.internals.versions import TESTED
 
-RECORDING = "recording"
-"""The purpose of most names: everything that traces ops."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrivateName:
     """A name outside the public API of another package.
 
     Attributes:
-        needed_for: what is refused without it; "" if the package continues without it.
-        lost: what is lost without it, if the package continues.
         is_of_instance: whether only instances of the class in its path have the attribute.
         example: an instance that has it, if one can be made at import.
     """
 
     path: str
     purpose: str
-    needed_for: str = ""
-    lost: str = ""
     is_of_instance: bool = False
     example: Any = None
-
-    def __str__(self) -> str:
-        consequence = self.lost or f"{self.needed_for} is refused"
-        return f"{self.path} is missing ({self.purpose}): {consequence}"
 
 
 MISSING = object()
@@ -59,6 +48,18 @@ def find(path: str, example: Any = None) -> Any:
     return found
 
 
+class Placeholder(type):
+    """The type of a missing name's placeholder, a class that raises when the name is used."""
+
+    error: Callable[[], UnsupportedVersionError]
+
+    def __call__(cls, *_: Any, **__: Any) -> Any:
+        raise cls.error()
+
+    def __getattr__(cls, attribute: str) -> Any:
+        raise AttributeError(attribute) if attribute.startswith("__") else cls.error()
+
+
 class PrivateNames:
     def __init__(self, package: str) -> None:
         self.package = package
@@ -66,34 +67,27 @@ class PrivateNames:
         self.missing: list[PrivateName] = []
         self.readers: dict[str, Callable[[Any], Any]] = {}  # for attributes that only instances have
 
-    def needed(self, path: str, purpose: str, *, for_: str = RECORDING) -> Any:
-        """Return the object at a path, or one that raises when it is used."""
-        name = self._note(path, purpose, for_)
+    def needed(self, path: str, purpose: str) -> Any:
+        """Return the object at a path, or a placeholder, which may also be a base class."""
+        name = self._note(path, purpose)
         found = self._look_up(name)
-        return Refusal(self, name) if found is MISSING else found
-
-    def needed_class(self, path: str, purpose: str) -> Any:
-        """Return the class at a path, or a class without instances."""
-        found = self._look_up(self._note(path, purpose, RECORDING))
-        return type("Missing", (), {}) if found is MISSING else found
+        if found is MISSING:
+            return Placeholder("Missing", (), {"error": staticmethod(partial(self.refusal, name))})
+        return found
 
     def attribute(self, path: str, purpose: str, *, reads: Callable[[str], Any] = attrgetter) -> Callable[[Any], Any]:
         """Return a function that reads this attribute of an instance, or with ``methodcaller`` calls this method."""
         found = self.needed(path, purpose)
-        return found if isinstance(found, Refusal) else reads(path.rpartition(".")[2])
-
-    def optional(self, path: str, purpose: str, *, lost: str, without: Any = None) -> Any:
-        found = self._look_up(self._note(path, purpose, lost=lost))
-        return without if found is MISSING else found
+        return found if isinstance(found, Placeholder) else reads(path.rpartition(".")[2])
 
     def name_of(self, path: str, purpose: str, *, example: Any = None) -> str:
         """Return the last part of a path, for code that looks it up in objects."""
-        self._look_up(self._note(path, purpose, RECORDING, example=example))
+        self._look_up(self._note(path, purpose, example=example))
         return path.rpartition(".")[2]
 
-    def later(self, path: str, purpose: str, *, for_: str = RECORDING) -> Callable[[], Any]:
+    def later(self, path: str, purpose: str) -> Callable[[], Any]:
         """Return a function that looks up the name when called, to defer slow imports."""
-        name = self._note(path, purpose, for_)
+        name = self._note(path, purpose)
 
         def look_up() -> Any:
             found = self._look_up(name)
@@ -103,9 +97,9 @@ class PrivateNames:
 
         return look_up
 
-    def of_instance(self, path: str, purpose: str, *, for_: str = RECORDING) -> Callable[[Any], Any]:
+    def of_instance(self, path: str, purpose: str) -> Callable[[Any], Any]:
         """Return a function that reads an attribute that only instances have."""
-        name = self._note(path, purpose, for_, is_of_instance=True)
+        name = self._note(path, purpose, is_of_instance=True)
         attribute = path.rpartition(".")[2]
 
         def read(instance: Any) -> Any:
@@ -119,35 +113,34 @@ class PrivateNames:
         self.readers[path] = read
         return read
 
-    def require(self, for_: str) -> None:
-        """Raise UnsupportedVersionError if a name is missing that this feature needs."""
+    def require(self) -> None:
+        """Raise UnsupportedVersionError if a name is missing."""
         for name in self.missing:
-            if name.needed_for == for_:
-                raise self.refusal(name)
+            raise self.refusal(name)
 
     def refusal(self, name: PrivateName, *, package: str = "") -> UnsupportedVersionError:
-        """Return the error for a missing name that is needed, in this package or its twin."""
-        package = package or self.package
-        version = import_module(package).__version__
-        oldest, newest = TESTED[self.package]
-        return UnsupportedVersionError(
-            f"Not supported: {package} {version} has no {name.path}, which {name.needed_for} needs "
-            f"({name.purpose}). Install a version that det_callbacks was tested with: {package} {oldest} to "
-            f"{newest}."
-        )
-
-    def losses(self) -> list[str]:
-        return [str(name) for name in self.missing if name.lost]
+        """Return the error for a missing name of this package or its twin."""
+        lack = self._describe(name, package or self.package)
+        return UnsupportedVersionError(f"Not supported: {lack}.")
 
     def all_missing(self) -> list[str]:
+        """Return what ``refusal`` says of each missing name."""
         for name in self.known.values():
             if not name.is_of_instance:
                 self._look_up(name)
-        return [str(name) for name in self.missing]
+        return [self._describe(name, self.package) for name in self.missing]
 
-    def _note(self, path: str, purpose: str, needed_for: str = "", **others: Any) -> PrivateName:
+    def _describe(self, name: PrivateName, package: str) -> str:
+        installed = import_module(package).__version__
+        oldest, newest = TESTED[self.package]
+        return (
+            f"{package} {installed} has no {name.path} ({name.purpose}), which det_callbacks "
+            f"needs: install {package} {oldest} to {newest}"
+        )
+
+    def _note(self, path: str, purpose: str, **others: Any) -> PrivateName:
         assert path not in self.known, f"{path} is listed twice"
-        name = self.known[path] = PrivateName(path=path, purpose=purpose, needed_for=needed_for, **others)
+        name = self.known[path] = PrivateName(path=path, purpose=purpose, **others)
         return name
 
     def _look_up(self, name: PrivateName) -> Any:
@@ -159,16 +152,3 @@ class PrivateNames:
     def _note_missing(self, name: PrivateName) -> None:
         if name not in self.missing:
             self.missing.append(name)
-
-
-class Refusal:
-    """Stands in for a missing name; raises when it is called or an attribute is read."""
-
-    def __init__(self, names: PrivateNames, name: PrivateName) -> None:
-        self._error = partial(names.refusal, name)
-
-    def __call__(self, *_: Any, **__: Any) -> Any:
-        raise self._error()
-
-    def __getattr__(self, attribute: str) -> Any:
-        raise AttributeError(attribute) if attribute.startswith("__") else self._error()

@@ -20,7 +20,7 @@ from det_callbacks.digest.components import host_bytes
 from det_callbacks.digest.numbers import Tolerance, default_tolerance, measure
 from det_callbacks.errors import ModuleRunError, NothingComparedError
 from det_callbacks.internals import dynamo
-from det_callbacks.internals.torch import COMPARING, TORCH, leaves_with_path, path_text
+from det_callbacks.internals.torch import TORCH, leaves_with_path, path_text
 from det_callbacks.numerics.result import PHASES, Kind, NumericsReport, Phase, TensorComparison
 from det_callbacks.observers.values import leaves_of
 from det_callbacks.runs.patterns import as_names
@@ -88,7 +88,7 @@ def compare_modules(
         >>> report.equal, report.close, report.first.phase, report.first.name
         (False, False, 'output', 'output')
     """
-    TORCH.require(COMPARING)
+    TORCH.require()
     for name, module in (("base", base), ("control", control)):
         if not isinstance(module, nn.Module):
             raise TypeError(

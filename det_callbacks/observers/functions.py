@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, library
 
 from det_callbacks.internals.dynamo import OBSERVE_IN_ORDER
-from det_callbacks.internals.torch import keep_version
+from det_callbacks.internals.torch import TORCH, keep_version
 from det_callbacks.observers.observations import REGISTRY, Leaves, Observations
 from det_callbacks.observers.values import check_name, leaves_of, rebuild
 from det_callbacks.trace.dispatch import breaks_graph
@@ -200,8 +200,6 @@ def _observe_in_graph(name: str, leaves: Leaves, *, is_replayed: bool) -> None:
     entries = "\0".join([text for path, leaf in leaves for text in (path[len(name) :], _kind(leaf))])
     with torch.no_grad():
         saved = observe_leaves(name, entries, [tensor.detach() for tensor in tensors], integers, is_replayed)
-        if keep_version is None:
-            return
         for tensor, copy in zip(tensors, saved, strict=False):
             with keep_version(tensor):
                 tensor.copy_(copy)
@@ -229,7 +227,7 @@ def observe_leaves(
 
 
 observe_leaves.register_fake(lambda *given: [tensor.clone() for tensor in given[2]] if given[4] else [])
-if OBSERVE_IN_ORDER is not None:
+if not TORCH.missing:
     observe_leaves.register_effect(OBSERVE_IN_ORDER)
 
 

@@ -10,7 +10,7 @@ from det_callbacks.report.console import Section
 
 
 def broken_to_dict(here: Installation) -> dict[str, Any]:
-    """Return the doctor's JSON if the package cannot be imported."""
+    """Return the doctor's JSON if the installation cannot record."""
     return {"schema": 1, "is_well": False, "installation": asdict(here)}
 
 
@@ -30,6 +30,6 @@ def installation_lines(here: Installation) -> list[str]:
     lines = [f"Untested: {one}" for one in here.untested]
     lines += [f"Cannot be imported: {one}" for one in here.broken]
     lines += [f"Missing: {one}" for one in here.missing]
-    if here.broken or here.missing:
+    if here.broken:
         return [*lines, f"Install versions that det_callbacks was tested with: {tested}."]
     return [*lines, f"Tested with {tested}"]

@@ -22,7 +22,6 @@ CHANGED_FILE = "code.file."  # digest of a source file that differs from the com
 OPTIMIZER = "optimizer"  # classes of the optimizers; prefix of their options
 FOLLOWED = "loop.followed"  # the models and optimizers of a script that was followed
 UNRECORDED = "loop.unrecorded"  # parts of the training of such a script that no step holds
-LOST = "torch.lost"  # sentences on what this version of torch hides
 GENERATOR = "generators."  # digest of the first state of a generator of rank 0
 ARGUMENTS = "process.argv"  # the words that started the program
 

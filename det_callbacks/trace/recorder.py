@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from det_callbacks.digest.host import digest_memory
-from det_callbacks.internals.private_names import RECORDING
 from det_callbacks.internals.torch import TORCH, graph_task_id, pin_storage, storage_address
 from det_callbacks.runs.program import Program, scalar_bits
 from det_callbacks.runs.selection import Selection
@@ -66,7 +65,7 @@ class Recorder:
     """
 
     def __init__(self, selection: Selection, root: nn.Module | None = None) -> None:
-        TORCH.require(RECORDING)
+        TORCH.require()
         self.selection = selection
         self.step = step = Step()
         self.places = places = Places(selection, root)

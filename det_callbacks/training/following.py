@@ -9,7 +9,7 @@ from typing_extensions import override
 from det_callbacks.audit.result import AuditReport
 from det_callbacks.digest.unobserved import hidden
 from det_callbacks.errors import DetCallbacksError, WriteError
-from det_callbacks.internals.torch import modules_in
+from det_callbacks.internals.torch import TORCH, modules_in
 from det_callbacks.internals.versions import newer_than_tested
 from det_callbacks.ranks.group import RankGroup, require_same_start
 from det_callbacks.ranks.replicas import ReplicaReport
@@ -84,6 +84,7 @@ class FollowedRun(RunArguments):
             self._stage.callback(self._watch.close)
 
     def _prepare(self) -> None:
+        TORCH.require()
         self.check_world_size(self._training.world_size)
         if self.settings is not None:
             self._stage.callback(enforce_around_training(self.settings, self._training.module).restore)

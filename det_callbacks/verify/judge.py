@@ -36,7 +36,7 @@ from det_callbacks.report.sentences import (
     steps_agree,
     without_starts,
 )
-from det_callbacks.runs.environment import FOLLOWED, LOST, UNRECORDED, compare_environments
+from det_callbacks.runs.environment import FOLLOWED, UNRECORDED, compare_environments
 from det_callbacks.runs.metrics import read_metrics
 from det_callbacks.runs.place import HOW_TO_CONTINUE
 from det_callbacks.runs.store import Run
@@ -336,7 +336,7 @@ class _Judge:
                 opaque_regions=tuple(sorted(tally.opaque_regions)),
                 replayed=tally.replayed,
                 metrics=tally.num_metrics,
-                lost=self._lost,
+                lost=self._unrecorded,
                 followed=self._followed,
             ),
             # the evidence names the generators that may be the cause
@@ -344,13 +344,6 @@ class _Judge:
             trail=answer.trail,
             evidence=answer.evidence,
         )
-
-    @property
-    def _lost(self) -> tuple[str, ...]:
-        runs = self.walk.reference, self.walk.current
-        entries = [run.manifest.environment.get(LOST) for run in runs]
-        texts = [text for entry in entries if entry is not None for text in entry.value]
-        return (*dict.fromkeys(texts), *self._unrecorded)
 
     @property
     def _unrecorded(self) -> tuple[str, ...]:

@@ -1,31 +1,31 @@
-"""Private names of torch and Lightning stand in one room, are there in this version, and break nothing where not."""
+"""Private names of torch and Lightning stand in one room and exist; a lack of one is refused."""
 
 import ast
 import json
-import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lightning.pytorch.demos.boring_classes import BoringModel
 from test_house import sources
 from trainers import quiet_trainer
 
 import det_callbacks
-from det_callbacks import UnsupportedVersionError
-from det_callbacks.cli import main
+from det_callbacks import DeterminismCallback, TrainingRun, UnsupportedVersionError
+from det_callbacks.integrations import launch
 from det_callbacks.internals import dynamo, lightning, torch, versions  # noqa: F401  # Dynamo's names are torch's, too
-from det_callbacks.internals.private_names import RECORDING, PrivateName
+from det_callbacks.internals.private_names import PrivateNames
 
 ROOM = "det_callbacks/internals/"
 TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
 TORCH, LIGHTNING = torch.TORCH, lightning.LIGHTNING
+REFERENCE = TESTS / "frozen" / "format-1" / "reference"
 
 # Of the standard library, which documents them or has nothing else.
 OF_PYTHON = frozenset({"_exit", "_fields", "_getframe"})
@@ -143,55 +143,97 @@ def test_every_name_is_there_and_says_what_it_is_for():
     assert [*TORCH.all_missing(), *lightning.all_missing()] == []
     known = [*TORCH.known.values(), *LIGHTNING.known.values()]
     assert len(known) > 80
-    assert all(one.purpose and bool(one.needed_for) != bool(one.lost) for one in known)
+    assert all(one.purpose for one in known)
 
 
-def run_without(folder: Path, *lost: str) -> dict[str, Any]:
-    """Return what becomes of a training without each name (several joined by a comma), by name."""
-    paths = os.pathsep.join(map(str, (ROOT, TESTS, TESTS / "contract")))
-    command = [sys.executable, str(TESTS / "contract" / "lost_names.py"), str(folder), *lost]
-    environment = {**os.environ, "PYTHONPATH": paths}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder, env=environment)
-    outcomes = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return {outcome.pop("name"): outcome for outcome in outcomes}
+LACKING = """
+import sys
+from importlib import import_module
+from pkgutil import walk_packages
+from det_callbacks.internals import private_names
+private_names.find = lambda path, *example: private_names.MISSING
+package = import_module("det_callbacks")
+for module in walk_packages(package.__path__, "det_callbacks."):
+    # the last is for transformers, which the package does not bring
+    if not module.name.endswith(("__main__", "sitecustomize", "huggingface")):
+        import_module(module.name)
+from det_callbacks.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
 
 
-def recording_names() -> list[PrivateName]:
-    """Return the names without which torch cannot be recorded at all."""
-    return [one for one in TORCH.known.values() if one.needed_for == RECORDING]
+@pytest.mark.parametrize(
+    ("command", "status", "line"),
+    [
+        (("diff", REFERENCE, REFERENCE), 0, "0 differing"),
+        (("doctor",), 2, "Missing: torch {} has no torch._C._current_graph_task_id ("),
+        (("ops",), 2, "Not supported: torch {} has no torch._C._current_graph_task_id ("),
+    ],
+)
+def test_without_any_name_everything_is_imported_and_runs_are_read(command, status, line):
+    words = [sys.executable, "-c", LACKING, *map(str, command)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == status, done.stderr
+    assert line.format(torch.torch.__version__) in " ".join((done.stdout + done.stderr).split())
 
 
-def is_refused(outcome: Mapping[str, Any], name: str) -> bool:
-    """Return whether the outcome is one message with the name, the version, and what to install."""
-    parts = (f" {torch.torch.__version__} has no {name}, ", "Install a version that det_callbacks was tested with")
-    return list(outcome) == ["refused"] and all(part in outcome["refused"] for part in parts)
+def make_gone(kind: str, path: str) -> tuple[PrivateNames, Any]:
+    names = PrivateNames("torch")
+    return names, getattr(names, kind)(path, "what it does")
 
 
-def test_a_lost_name_breaks_no_import_and_is_refused_or_told_in_the_coverage(tmp_path):
-    optional = [one for one in TORCH.known.values() if one.lost]
-    together = ",".join(one.path for one in optional)
-    needed = "torch._C._current_graph_task_id"
-    found = run_without(tmp_path, "all", needed, together, "")
-    assert list(found["all"]) == ["refused"]
-    assert is_refused(found[needed], needed)
-    whole, less = found[""], found[together]
-    assert whole == {"verdict": "match", "lost": [], "first": {"step": 1, "phase": "backward", "is_origin": True}}
-    assert (less["verdict"], less["lost"]) == ("match", [str(one) for one in optional])
-    assert (less["first"]["step"], less["first"]["phase"]) == (1, "backward")
-    assert less["first"]["is_origin"] in (True, None)
+@pytest.mark.parametrize("kind", ["needed", "attribute", "name_of", "later"])
+def test_a_missing_name_is_refused_with_the_version_and_what_to_do(kind):
+    names, found = make_gone(kind, "torch.Tensor._gone")
+    sentence = (
+        f"torch {torch.torch.__version__} has no torch.Tensor._gone (what it does), which "
+        "det_callbacks needs: install torch 2.11 to 2.15"
+    )
+    assert names.all_missing() == [sentence]
+    with pytest.raises(UnsupportedVersionError, match=rf"^Not supported: {re.escape(sentence)}[.]$"):
+        names.require()
+    if kind != "name_of":
+        with pytest.raises(UnsupportedVersionError, match="_gone"):
+            found(*[1] * (kind != "later"))
 
 
-@pytest.mark.timeout(900)  # a process for each: a minute of work, of which a busy machine makes many
-@pytest.mark.slow
-def test_each_name_that_recording_needs_is_refused_by_name(tmp_path):
-    needed = [one.path for one in recording_names()]
-    assert len(needed) > 30
-    found = run_without(tmp_path, *needed)
-    wrong = {name: outcome for name, outcome in found.items() if not is_refused(outcome, name)}
-    assert (len(found), wrong) == (len(needed), {})
+def test_a_missing_class_has_no_instances():
+    _, missing = make_gone("needed", "torch.Gone")
+    assert not isinstance(1, missing)
+    with pytest.raises(UnsupportedVersionError, match="Gone"):
+        type("Mode", (missing,), {})()
+    with pytest.raises(UnsupportedVersionError, match="Gone"):
+        missing.CPU  # noqa: B018  # reading it raises
 
 
-OF_A_TRAINER = [one.path for one in LIGHTNING.known.values() if one.is_of_instance and one.needed_for == RECORDING]
+@pytest.fixture
+def lacks(monkeypatch):
+    monkeypatch.setattr(TORCH, "missing", [TORCH.known["torch._C._current_graph_task_id"]])
+    version = re.escape(torch.torch.__version__)
+    return rf"^Not supported: torch {version} has no torch._C._current_graph_task_id "
+
+
+@pytest.mark.parametrize("level", ["op", "state"])
+def test_a_torch_that_lacks_a_name_refuses_to_record(lacks, level, tmp_path):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.torch.optim.SGD(model.parameters())
+    options = {"mode": "record", "level": level}
+    with pytest.raises(UnsupportedVersionError, match=lacks):
+        quiet_trainer(DeterminismCallback(tmp_path, **options)).fit(BoringModel())
+    with pytest.raises(UnsupportedVersionError, match=lacks):
+        TrainingRun(tmp_path, model=model, optimizers=optimizer, **options).__enter__()
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_script_ends_with_status_2_when_it_imports_a_torch_that_lacks_a_name(lacks, capsys):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        launch._begin_with_torch(json.dumps({"settings": {}}), {})
+    sentence = lacks.replace("^", "UnsupportedVersionError: ") + r".+\n"
+    assert re.fullmatch(sentence, capsys.readouterr().err)
+
+
+OF_OTHERS = ("lightning.pytorch.strategies.", "lightning.pytorch.utilities.")
+OF_A_TRAINER = [path for path in LIGHTNING.readers if not path.startswith(OF_OTHERS)]
 
 
 @pytest.mark.parametrize("path", OF_A_TRAINER)
@@ -201,7 +243,7 @@ def test_a_trainer_that_lacks_a_name_is_refused(path):
     name = path.rpartition(".")[2]
     before = list(LIGHTNING.missing)
     try:
-        with pytest.raises(UnsupportedVersionError, match=rf"has no [\w.]+[.]{name}, which recording needs"):
+        with pytest.raises(UnsupportedVersionError, match=rf"has no [\w.]+[.]{name} [(]"):
             lightning.require(Without(trainer, name))
     finally:
         LIGHTNING.missing[:] = before
@@ -219,17 +261,6 @@ class Without:
         return Without(getattr(self._whole, name), self._name)
 
 
-def test_ddp_without_its_names_trains_and_saves_no_exact_resume(monkeypatch):
-    from det_callbacks.integrations.lightning.checkpoint import buckets
-
-    facts = TORCH.known["torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data"]
-    monkeypatch.setattr(TORCH, "missing", [facts])
-    monkeypatch.setattr(buckets, "ddp_of", lambda trainer: SimpleNamespace(static_graph=False))
-    problem = buckets.problem(quiet_trainer(), ())
-    assert problem is not None
-    assert f"has no {facts.path}, which exact resume under DDP needs" in problem
-
-
 def test_an_import_that_fails_says_why(monkeypatch):
     def fail(name: str) -> Any:
         raise AttributeError("type object 'torch._C.Tag' has no attribute 'out'")
@@ -238,13 +269,6 @@ def test_an_import_that_fails_says_why(monkeypatch):
     monkeypatch.setattr(det_callbacks, "import_module", fail)
     with pytest.raises(ImportError, match=r"det_callbacks\.digest\.components cannot be imported: type object 'torch"):
         from det_callbacks import digest_tensor  # noqa: F401
-
-
-def test_the_doctor_names_what_is_missing(monkeypatch, capsys):
-    name = next(one for one in TORCH.known.values() if one.lost)
-    monkeypatch.setattr(TORCH, "missing", [name])
-    assert main(["doctor"]) == 1
-    assert f"Missing: {name}" in " ".join(capsys.readouterr().out.split())
 
 
 WITHOUT = """

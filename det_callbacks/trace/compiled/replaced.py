@@ -8,6 +8,8 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
+from torch.fx import GraphModule
+
 from det_callbacks.internals import dynamo
 from det_callbacks.internals.replaced import ReplacedMethods, wrapper_of
 from det_callbacks.internals.torch import CudaGraph
@@ -70,11 +72,11 @@ class ReplacedInTorch(ReplacedMethods):
         return compiled if "eager" in described.backend.split("_") else self._followed(described, compiled)
 
     def _followed(self, graph: TracedGraph, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        lazy = getattr(compiled, "__self__", None)
-        if isinstance(lazy, dynamo.LazyGraph) and getattr(compiled, "__name__", "") == dynamo.LAZY_FORWARD:
-            # Dynamo calls the written graph; calling the lazy one would count as a call of a module
-            dynamo.write_lazy_graph(lazy)
-            compiled = lazy.forward
+        module = getattr(compiled, "__self__", None)
+        if isinstance(module, GraphModule) and compiled == module.forward:
+            # reading the code writes a lazy graph, whose lazy forward would be a call of a module
+            _ = module.code
+            compiled = module.forward
 
         @wraps(compiled)
         def run(*args: Any) -> Any:

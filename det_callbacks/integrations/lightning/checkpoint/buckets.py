@@ -11,11 +11,8 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
-from det_callbacks.errors import UnsupportedVersionError
 from det_callbacks.internals.lightning import ddp_hook_state
 from det_callbacks.internals.torch import (
-    OF_BUCKETS,
-    TORCH,
     ddp_facts,
     ddp_parameters,
     gradient_buckets,
@@ -38,12 +35,7 @@ def problem(trainer: pl.Trainer, wanted: Buckets) -> str | None:
     ddp = ddp_of(trainer)
     if ddp is None:
         return None
-    try:
-        TORCH.require(OF_BUCKETS)
-        has_hook_state = _has_hook_state(trainer.strategy)
-    except UnsupportedVersionError as error:
-        return str(error)
-    if ddp.static_graph or has_hook_state:
+    if ddp.static_graph or _has_hook_state(trainer.strategy):
         return "DDP(static_graph=True) and communication hooks with a state keep unsaved state; omit them"
     # in this order: reading the buckets makes DDP log its first step
     is_first = not ddp.find_unused_parameters and not read(ddp, wanted)
