@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from det_callbacks import Verdict, compare_runs
-from det_callbacks.runs.lock import LOCK_FILE
+from det_callbacks.runs.files import LOCK_FILE
 from det_callbacks.verify.verification import Verification
 
 

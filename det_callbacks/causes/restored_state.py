@@ -50,11 +50,9 @@ def _of_lost_inputs(facts: Facts) -> Answer | None:
     """Return the answer if the reference adds to tensors from before the step that the resumed run lacks."""
     if not facts.lost_inputs:
         return None
-    are_gradients = all(name in facts.gradients[0] for name in facts.lost_inputs)
-    why = "gradients accumulated before the checkpoint were not restored" if are_gradients else "it was not restored"
     return Answer(
         cause="checkpoint",
         explanation=f"{place(facts)}: the reference adds to {listed(facts.lost_inputs)} from before this step, and the "
-        f"resumed run has none: {why}",
+        "resumed run does not: gradients accumulated before the checkpoint were not restored",
         advice="Save checkpoints after an update, when no gradients are accumulated, or save and restore them",
     )

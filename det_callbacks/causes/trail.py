@@ -10,15 +10,13 @@ from dataclasses import dataclass, replace
 
 from det_callbacks.causes.phrases.generators import what_ran
 from det_callbacks.compare.evidence import GeneratorChange
-from det_callbacks.compare.facts import Facts
+from det_callbacks.compare.facts import COLLECTIVES, Facts
 from det_callbacks.compare.metrics import MetricDifference
 from det_callbacks.runs.program import AFTER_STEP, REGION, UNWRITTEN, Site
 from det_callbacks.text import listed
 from det_callbacks.verdict import Divergence, EnvironmentDifference, TrailEntry, TrailKind
 
 MAX_ENTRIES = 12  # more than any walk has; it could only be longer by a cycle
-
-_COLLECTIVES = ("c10d.", "_c10d_functional")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +102,7 @@ def _kind_of(site: Site) -> TrailKind:
         return "generator"
     if site.phase == "data":
         return "batch"
-    if site.role in ("sent", "delivered") or site.op.startswith(_COLLECTIVES):
+    if site.role in ("sent", "delivered") or site.op.startswith(COLLECTIVES):
         return "collective"
     if site.role in ("graph", "region_input", "graph_output") or site.op.startswith(REGION):
         return "region"
@@ -138,7 +136,8 @@ def _outside(facts: Facts, name: str, moment: str = "", *, is_proven: bool = Tru
 
 
 def _checkpoint(facts: Facts) -> Node:
-    return Node(kind="checkpoint", name="the resume", step=facts.difference.step, moment="resume")
+    step = facts.difference.step
+    return Node(kind="checkpoint", name="the resume", step=step, moment="resume", is_proven=False)
 
 
 # what they read
@@ -254,7 +253,8 @@ def _reads_of_generator(facts: Facts, node: Node) -> Iterator[Node]:
     elif change.is_reseeded:
         yield _seed(change)
     elif change.equal_at is None or change.has_other_start:
-        yield _checkpoint(facts) if facts.is_resumed else _outside(facts, f"draws from {change.name}", "before the fit")
+        name = f"draws from {change.name}" if change.seeds is not None else f"another state of {change.name}"
+        yield _checkpoint(facts) if facts.is_resumed else _outside(facts, name, "before the fit")
     else:
         ran = listed(dict.fromkeys(what_ran((*change.points, change.differs_at[1]), facts.evidence)))
         sides = {"the reference": change.only_reference, "the current run": change.only_current}

@@ -27,9 +27,9 @@ from det_callbacks.report.console import STYLES, Section, Table, encodable, make
 from det_callbacks.report.numerics import rounding_sentence
 from det_callbacks.report.verdict import verdict_report
 from det_callbacks.runs.disk import list_folder, make_folder, writing
-from det_callbacks.runs.files import MANIFEST, READ_ERRORS, read_file
+from det_callbacks.runs.files import MANIFEST, READ_ERRORS, REPLACEMENT, read_file
 from det_callbacks.runs.patterns import as_patterns
-from det_callbacks.runs.replacement import REPLACEMENT, loses_steps, replace_run
+from det_callbacks.runs.replacement import loses_steps, replace_run
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import EXIT_CODES, Verdict

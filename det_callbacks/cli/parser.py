@@ -77,9 +77,9 @@ def _unreadable(error: Exception, paths: Sequence[str]) -> CheckError:
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
     place = f"{Path(frame.f_code.co_filename).name}:{line}"
     return CheckError(
-        f"{' or '.join(paths) or 'The input'} cannot be used: {type(error).__name__}: {error} ({place}). Its digests "
-        "are right, so det_callbacks did not write it, or this is an error of det_callbacks: then please report it. "
-        "Nothing is known about a difference."
+        f"{' or '.join(paths) or 'The input'} cannot be used: {type(error).__name__}: {error} ({place}). "
+        "Either det_callbacks did not write it, or this is an error of det_callbacks: then please report it. Nothing "
+        "is known about a difference."
     )
 
 

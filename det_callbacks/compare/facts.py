@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Literal
 
 import numpy as np
@@ -149,14 +150,16 @@ class Facts:
         rows = [row for row, (position, _) in enumerate(difference.pairs) if position >= 0 and self._is_state(row)]
         of_bits = {_bits_at(difference.reference, difference.pairs[row][0]): difference.site(row).name for row in rows}
         found: dict[str, str] = {}
+        differing = {difference.site(row).name for row in rows if row in difference.kinds}
         for row in rows:
             name, position = difference.site(row).name, difference.pairs[row][1]
             if difference.kinds.get(row) != "content" or name is None or name in self.evidence.constants:
                 continue
-            other = of_bits.get(_bits_at(difference.current, position))
-            if other is not None and other != name:
-                found[name] = other
-        return found
+            bits = _bits_at(difference.current, position)
+            other, entry = of_bits.get(bits), bits[1]
+            if other in differing - {name, None} and entry is not None and prod(entry.shape) > 1:
+                found[name] = other or ""
+        return found if {*found} == {*found.values()} else {}
 
     @cached_property
     def has_reordered_inputs(self) -> bool:
@@ -293,7 +296,7 @@ class Facts:
 
     @cached_property
     def lost_inputs(self) -> list[str]:
-        """Names of tensors from before the step that ops of the reference read, and the current run has not.
+        """Names of the gradients to which the reference adds what they held before the step, and the current run not.
 
         A gradient from before is unnamed: its name is that of what the op writes.
         """
@@ -304,8 +307,8 @@ class Facts:
             site = difference.site(row)
             sites = difference.reference.program.sites
             is_lost = any(sites[read].role == "input" and read not in aligned for read in site.inputs)
-            if is_lost and site.op and site.name is not None:
-                found[site.name] = None
+            if is_lost and site.op and site.name in self.gradients[0]:
+                found[site.name or ""] = None
         return [*found]
 
     def is_before_step(self, change: GeneratorChange) -> bool:

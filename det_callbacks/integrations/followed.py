@@ -58,6 +58,11 @@ class FollowedLoop(TrainingRun):
         return self._is_in_step
 
     @property
+    def is_alone(self) -> bool:
+        """Whether this process is the only rank, which may drop a run without the others."""
+        return self._training.world_size == 1
+
+    @property
     def optimizers(self) -> Sequence[Optimizer]:
         return self._optimizers
 

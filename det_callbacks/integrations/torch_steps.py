@@ -112,17 +112,21 @@ class TorchSteps:
         self._optimizers.append(ref(optimizer))
         self._trained.clear()
         self._follow_own_calls()
-        self._leave_trial()
+        self._leave_trial(optimizer)
         owner = next(kind for kind in type(optimizer).__mro__ if "step" in vars(kind))
         if not self._replaced.has_replaced(owner, "step"):
             self._replaced.around(owner, "step", self._update)
 
-    def _leave_trial(self) -> None:
-        """Drop the run if the script builds an optimizer before any update: it only tried, such as for a batch size."""
+    def _leave_trial(self, optimizer: Optimizer) -> None:
+        """Drop the run if the script builds its optimizer anew before any update: it only tried a batch size, say."""
         run = self._run
-        if run is not None and run.is_in_step and not (run.num_steps or self._stepped or self._last_to_step):
-            self._end_fit()
-            self._awaits_module = True
+        if run is None or self._is_elsewhere() or not run.is_alone:
+            return
+        if run.is_in_step and not (run.num_steps or self._stepped or self._last_to_step):
+            updated = {id(parameter) for one in run.optimizers for parameter in parameters_of(one)}
+            if any(id(parameter) in updated for parameter in parameters_of(optimizer)):
+                self._end_fit()
+                self._awaits_module = True
 
     def _update(self, step: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         result = step(optimizer, *args, **kwargs)
@@ -291,7 +295,9 @@ class TorchSteps:
 
     def _note_elsewhere(self, optimizer: Optimizer) -> None:
         """Note an update that no step holds; a fork of the process that has claimed the run is refused."""
-        if self._owner not in (None, os.getpid()) or get_worker_info() is not None:
+        if get_worker_info() is not None:
+            return  # what a data set optimises to make a sample is no training
+        if self._owner not in (None, os.getpid()):
             from det_callbacks.integrations.command import claim_run  # noqa: PLC0415  # loads what records
 
             if self._run is not None or REGISTRY.sink is None:  # else a Trainer records it, in a rank that was forked

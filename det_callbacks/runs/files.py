@@ -35,8 +35,20 @@ MAX_VALUES = 16 * MAX_ROWS
 MAX_BYTES = 1 << 28
 """Bytes of a JSON file or of a line, and of the text in a table or in a record batch."""
 
-_OF_A_RUN = re.compile(rf"\..*|{MANIFEST}|{PROGRAMS}|{SITES}|{LAYOUTS}|{SOURCES}|rank-.*|verdict\.json|report\.html")
-"""What belongs to a run in its folder, where users may keep other files, too."""
+LOCK_FILE = ".lock"
+
+# Folders in a run's folder with its replacement: until it may take its place, while the earlier run is removed, while
+# the replacement moves. After a kill, the name says what is left to do.
+REPLACEMENT, COMPLETE, MOVING = ".replacement", ".complete", ".moving"
+
+DISAGREEMENT = ".disagreement"  # folder with what a resumed recording found different, until the recording ends
+
+OUR_NAME = re.compile(
+    rf"{MANIFEST}|{PROGRAMS}|{SITES}|{LAYOUTS}|{SOURCES}|verdict\.json|report\.html|rank-\d{{5}}"
+    rf"|\.(run\.json|verdict\.json|report\.html)\.\d+\.tmp"
+    rf"|\{REPLACEMENT}|\{COMPLETE}|\{MOVING}|\{DISAGREEMENT}"
+)
+"""What belongs to a run in its folder, besides its lock; users may keep other files there."""
 
 READ_ERRORS = (
     *(msgspec.MsgspecError, pa.ArrowException, OSError, EOFError, RecursionError),
@@ -103,7 +115,8 @@ def refuse_links(folder: Path, ranks: Collection[int] | None = None) -> None:
     wanted = None if ranks is None else {*map(rank_folder, ranks)}
 
     def is_seen(name: str) -> bool:
-        return bool(_OF_A_RUN.fullmatch(name)) and (wanted is None or not name.startswith("rank-") or name in wanted)
+        is_ours = name == LOCK_FILE or OUR_NAME.fullmatch(name) is not None
+        return is_ours and (wanted is None or not name.startswith("rank-") or name in wanted)
 
     for place, folders, files in os.walk(folder, onerror=_refuse_unreadable):
         if place == str(folder):

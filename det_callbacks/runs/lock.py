@@ -16,14 +16,12 @@ from typing import BinaryIO
 
 from det_callbacks.errors import CoverageWarning, RunInUseError
 from det_callbacks.runs.disk import make_folder, open_to_write, writing
-from det_callbacks.runs.files import refuse_links
+from det_callbacks.runs.files import LOCK_FILE, refuse_links
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
-
-LOCK_FILE = ".lock"
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of flock on some network file systems
 

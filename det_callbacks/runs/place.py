@@ -6,10 +6,10 @@ from pathlib import Path
 
 from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError, RunExistsError
 from det_callbacks.runs.disk import ANOTHER_FOLDER, list_folder, make_folder
-from det_callbacks.runs.files import LAYOUTS, MANIFEST, PROGRAMS, SITES
+from det_callbacks.runs.files import LAYOUTS, MANIFEST, PROGRAMS, REPLACEMENT, SITES
 from det_callbacks.runs.lock import FolderLock
 from det_callbacks.runs.manifest import Purpose, read_manifest
-from det_callbacks.runs.replacement import REPLACEMENT, finish_replacing, our_files, remove
+from det_callbacks.runs.replacement import finish_replacing, our_files, remove
 from det_callbacks.runs.store import Run
 
 HOW_TO_OVERWRITE = "det-callbacks record: --overwrite, Hydra: determinism.overwrite=true"

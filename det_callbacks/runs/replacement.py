@@ -5,26 +5,14 @@ say what is left to do, and whoever opens the folder next finishes it.
 """
 
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from det_callbacks.runs.disk import list_folder, writing
-from det_callbacks.runs.files import LAYOUTS, MANIFEST, PROGRAMS, SITES, SOURCES
+from det_callbacks.runs.files import COMPLETE, MANIFEST, MOVING, OUR_NAME, PROGRAMS, REPLACEMENT
 from det_callbacks.runs.lock import FolderLock
 
-# Folders in a run's folder with its replacement: until it may take its place, while the earlier run is removed, while
-# the replacement moves. After a kill, the name says what is left to do.
-REPLACEMENT, COMPLETE, MOVING = ".replacement", ".complete", ".moving"
-
-DISAGREEMENT = ".disagreement"  # folder with what a resumed recording found different, until the recording ends
-
-_OUR_NAME = re.compile(
-    rf"{MANIFEST}|{PROGRAMS}|{SITES}|{LAYOUTS}|{SOURCES}|verdict\.json|report\.html|rank-\d{{5}}"
-    rf"|\.(run\.json|verdict\.json|report\.html)\.\d+\.tmp"
-    rf"|\{REPLACEMENT}|\{COMPLETE}|\{MOVING}|\{DISAGREEMENT}"
-)
 _ONE_AT_A_TIME = "run one program at a time"
 
 # process and folder -> function that puts the complete replacement in its place
@@ -91,7 +79,7 @@ def loses_steps(folder: Path) -> bool:
 
 def our_files(folder: Path) -> list[Path]:
     """Return the files of a run, run.json first: without it there is no run."""
-    ours = (child for child in list_folder(folder) if _OUR_NAME.fullmatch(child.name))
+    ours = (child for child in list_folder(folder) if OUR_NAME.fullmatch(child.name))
     return sorted(ours, key=lambda child: (child.name != MANIFEST, child.name))
 
 

@@ -16,6 +16,7 @@ from det_callbacks.runs import files, tables
 from det_callbacks.runs.disk import ANOTHER_FOLDER, AppendedFile, make_folder, replace_atomically, writing
 from det_callbacks.runs.environment import EnvironmentEntry
 from det_callbacks.runs.evidence import VALUES, EvidenceWriter, NondeterministicOp, Row, evidence_path
+from det_callbacks.runs.files import MANIFEST, REPLACEMENT, read_file
 from det_callbacks.runs.lock import FolderLock
 from det_callbacks.runs.manifest import Attempt, Manifest, Purpose, ResumedFit, read_manifest, write_manifest
 from det_callbacks.runs.metrics import Reading, append_reading, metrics_path
@@ -23,7 +24,6 @@ from det_callbacks.runs.peers import ALONE, Peers
 from det_callbacks.runs.place import make_room, remove_run
 from det_callbacks.runs.program import Layout, Program, chain_digest
 from det_callbacks.runs.replacement import (
-    REPLACEMENT,
     finish_replacing,
     forget_replacement,
     loses_steps,
@@ -63,6 +63,7 @@ class RunWriter:
         self._evidence: EvidenceWriter | None = None
         self._values: dict[int, str] = {}
         self.earlier: Run | None = None  # the run before this attempt
+        self._earlier = b""  # run.json of the run that it waits to replace
         self.is_waiting = False  # whether it is complete, and may take the place of the run that it replaces
         self._shared_before = self._shared
         try:
@@ -320,6 +321,7 @@ class RunWriter:
         self.path = self.path.absolute()  # the program may change its directory
         is_whole = not loses_steps(self.path.parent) and Run.open(self.path, check_steps=False).is_complete
         if is_whole:
+            self._earlier = _manifest_bytes(self.path.parent)
             wait_to_replace(self.path.parent, self._replace)
         return is_whole
 
@@ -328,6 +330,12 @@ class RunWriter:
             return  # the program has removed it all
         try:
             self._take_lock()
+            if _manifest_bytes(self.path.parent) != self._earlier:
+                raise RunExistsError(
+                    f"Another process has changed the run in {self.path.parent} since this program recorded its "
+                    f"replacement, so it was left as it is. The new run is in {self.path}: move it to another folder.",
+                    str(self.path.parent),
+                )
             put_in_place(self.path.parent)
         finally:
             self.release()
@@ -423,3 +431,8 @@ def _open_resumed(path: Path, manifest: Mapping[str, Any], peers: Peers) -> Run:
             "same arguments and as many processes, or record to another folder."
         )
     return run
+
+
+def _manifest_bytes(folder: Path) -> bytes:
+    path = folder / MANIFEST
+    return read_file(path) if path.exists() else b""

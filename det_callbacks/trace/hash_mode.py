@@ -22,7 +22,6 @@ from det_callbacks.trace.interceptor import Interceptor
 from det_callbacks.trace.op.components import holds_data
 from det_callbacks.trace.recorder import Recorder
 from det_callbacks.trace.state.batches import Samples, record_batch
-from det_callbacks.trace.state.leaves import flatten
 from det_callbacks.trace.state.named_sites import ModuleOutputs
 from det_callbacks.trace.state.optimizers import OptimizerPhases, in_phase
 from det_callbacks.trace.state.walker import Entry, StateWalker, states_of_parameters
@@ -207,7 +206,7 @@ class HashMode:
             with self.recorder.step.lock:
                 if phase == "state":
                     self.recorder.undigested.wait_for_copies()
-                self.recorder.named.record_group(name, phase, list(flatten(values, name)), owner="")
+                self.recorder.named.record_group(name, phase, self.recorder.named.readable(values, name), owner="")
 
     @hidden
     def digest_state(self) -> dict[str, int]:

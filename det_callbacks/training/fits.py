@@ -11,7 +11,8 @@ from pathlib import Path
 from det_callbacks.environment.variables import launch_request
 from det_callbacks.errors import DetCallbacksError, NothingComparedError
 from det_callbacks.report.console import end_process, print_closing_line, print_error
-from det_callbacks.runs.replacement import REPLACEMENT, forget_replacement, settle, waiting_folders
+from det_callbacks.runs.files import REPLACEMENT
+from det_callbacks.runs.replacement import forget_replacement, settle, waiting_folders
 
 # owner -> function that returns the error if no more fits follow
 _waiting: dict[object, Callable[[], DetCallbacksError | None]] = {}

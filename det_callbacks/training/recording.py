@@ -12,10 +12,10 @@ from det_callbacks.errors import CoverageWarning, NothingComparedError, WriteErr
 from det_callbacks.report import closing_lines
 from det_callbacks.report.findings import findings_line
 from det_callbacks.report.verdict import disagreement_text
-from det_callbacks.runs.files import MANIFEST
+from det_callbacks.runs.files import DISAGREEMENT, MANIFEST, REPLACEMENT
 from det_callbacks.runs.metrics import Reading
 from det_callbacks.runs.peers import END_OF_FIT, Peers
-from det_callbacks.runs.replacement import DISAGREEMENT, REPLACEMENT, settle
+from det_callbacks.runs.replacement import settle
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.runs.writer import RunWriter
 from det_callbacks.tensors.files import KeptCounts

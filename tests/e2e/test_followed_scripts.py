@@ -148,6 +148,18 @@ for x, in DataLoader(TensorDataset(inputs), batch_size=4):
 """,
         "4 steps of Linear, SGD, 1 DataLoader; each batch is a step",
     ),
+    "another optimizer in the first step": (
+        """
+head = None
+for _ in range(4):
+    first(inputs).pow(2).mean().backward()
+    if head is None:
+        head = optim.SGD(nn.Linear(2, 1).parameters(), lr=rate)
+    of_first.step()
+    of_first.zero_grad()
+""",
+        "4 steps of Linear, SGD, no DataLoader",
+    ),
     "cleared environment": ("os.environ.clear()\ntrain()", "recorded 4 steps"),
     "child that evaluates before": ("in_child(evaluate)\ntrain()", "recorded 4 steps"),
     "child that evaluates after": ("train()\nin_child(evaluate)", "recorded 4 steps"),

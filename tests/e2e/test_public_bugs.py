@@ -1,6 +1,6 @@
 """Small forms of public bugs, each with and without its mistake: what the verdict says of the difference."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +215,47 @@ def test_the_verdict_says_what_went_wrong(make, cause, said, tmp_path):
     for text in said:
         assert (text.lstrip("!") in verdict.explanation) is not text.startswith("!"), verdict.explanation
     assert verdict.trail[-1].step == verdict.first_divergence.step
+
+
+def test_what_a_mapping_of_the_program_holds_is_compared(tmp_path):
+    """Its methods are the program's code, so its attributes are read."""
+
+    class Held(Mapping):
+        def __init__(self, *parts):
+            self._first, self._second = parts
+
+        __getitem__ = __iter__ = __len__ = None
+
+    class Model(nn.Module):
+        def __init__(self, scale):
+            super().__init__()
+            self.linear, self.scale = nn.Linear(4, 1), scale
+
+        def forward(self, batch):
+            found = self.linear(batch)
+            return Held({"y": found}, {"z": found.detach() * self.scale})
+
+    def make(wrong):
+        model = Model(3 if wrong else 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, optimizer, updating(optimizer, lambda batch: model(batch)._first["y"].sum())
+
+    train(make, False, tmp_path, mode="record", level="module")
+    with pytest.raises(DivergenceError) as caught:
+        train(make, True, tmp_path)
+    assert caught.value.verdict.first_divergence.name == "output._second['z']"
+
+
+def test_one_tensor_with_the_bits_of_another_is_no_exchange(tmp_path):
+    def make(wrong):
+        model, optimizer, step = heads(False, is_loaded=False)
+        if wrong:
+            model["a"].weight.data = model["b"].weight.data.clone()
+        return model, optimizer, step
+
+    verdict = judged(make, tmp_path)
+    assert verdict.cause == "initial_weights"
+    assert "has the reference's bits" not in verdict.explanation
 
 
 def test_the_same_tensors_in_another_order_match(tmp_path):

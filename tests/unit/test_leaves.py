@@ -3,6 +3,7 @@
 from collections import UserDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -104,6 +105,8 @@ ONE, TWO = torch.ones(1), torch.zeros(2)
         (with_attributes(UnreadList([ONE]), extra=TWO), ["[0]", ".extra"]),
         (UnreadPoint(ONE, TWO), [".x", ".y"]),
         ({Key(): ONE, (1, "a"): TWO, True: 1}, ["[(1, 'a')]", "[Key]", "[True]"]),
+        (MappingProxyType({"b": TWO, "a": ONE}), ["['a']", "['b']"]),
+        (with_attributes(UnreadDict(x=3, y=4), k=3), ["['x']", "['y']", ".k"]),  # the same object as an entry
         (ONE, [""]),
     ],
     ids=lambda value: type(value).__name__,

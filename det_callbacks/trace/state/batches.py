@@ -75,7 +75,8 @@ def tensor_of_array(array: np.ndarray) -> Any:
     """Return the tensor that shares the memory of a NumPy array, or a copy; the array if torch lacks its dtype."""
     if array.dtype.name not in _DTYPES_OF_ARRAYS or not array.dtype.isnative:
         return array
-    is_shared = array.flags.writeable and all(stride >= 0 for stride in array.strides)
+    are_whole = all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)  # as torch needs them
+    is_shared = array.flags.writeable and are_whole
     return torch.from_numpy(array if is_shared else array.copy())
 
 

@@ -9,8 +9,9 @@ from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from enum import Enum
+from gc import get_referents
 from operator import itemgetter
-from types import GetSetDescriptorType, MemberDescriptorType
+from types import GetSetDescriptorType, MappingProxyType, MemberDescriptorType
 from typing import Any
 from weakref import ReferenceType
 
@@ -83,10 +84,12 @@ def _children(tree: Any, name: str, *, is_whole: bool) -> list[tuple[str, Any]] 
     elif attributes is None:
         return None
     else:
-        return _members(kind, attributes, name, is_whole=is_whole)
+        # a mapping holds its entries in attributes, often private ones
+        return _members(kind, attributes, name, is_whole=is_whole or issubclass(kind, Mapping))
     if not attributes or issubclass(kind, UserDict):
         return found
-    known = {id(store), *(id(value) for _, value in found)}  # attributes may show what the container holds
+    # attributes may show what the container holds; small numbers are one object everywhere
+    known = {id(store), *(id(value) for _, value in found if not issubclass(type(value), (int, float)))}
     members = _members(kind, attributes, name, is_whole=is_whole)
     return found + [member for member in members if id(member[1]) not in known]
 
@@ -96,6 +99,9 @@ def _store_of(tree: Any, attributes: Mapping[str, Any]) -> dict[Any, Any] | None
     if issubclass(type(tree), dict):
         held: dict[Any, Any] = tree
         return held
+    if type(tree) is MappingProxyType:
+        (shown_mapping,) = get_referents(tree)  # its methods run code of the mapping that it shows
+        return _store_of(shown_mapping, _attributes(shown_mapping) or {})
     if not issubclass(type(tree), Mapping):
         return None
     stores = [value for value in attributes.values() if issubclass(type(value), dict)]

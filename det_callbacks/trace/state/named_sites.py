@@ -1,6 +1,6 @@
 """Sites of named tensors: state, batch, loss, gradients, outputs of modules."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from threading import RLock
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from det_callbacks.trace.op.layouts import LayoutSlot
 from det_callbacks.trace.op.sites import SpecialName
 from det_callbacks.trace.op.storages import PartialWrites
 from det_callbacks.trace.state.generators import GeneratorTrail, process_generators
-from det_callbacks.trace.state.leaves import flatten
+from det_callbacks.trace.state.leaves import is_constant, leaves
 from det_callbacks.trace.state.walker import Entry
 from det_callbacks.trace.step import Step
 
@@ -144,6 +144,16 @@ class NamedSites:
         step.deferred.end_group()
         return by_address
 
+    def readable(self, tree: Any, name: str) -> list[Entry]:
+        """Return the tensors and numbers in a nested structure; the coverage names collections that stay closed."""
+        entries: list[Entry] = []
+        for path, leaf in leaves(tree, name):
+            if issubclass(type(leaf), Tensor | float | int):
+                entries.append((path, leaf))
+            elif not is_constant(leaf) and issubclass(type(leaf), Collection):
+                self._step.counts.opaque.add(f"{path} ({type(leaf).__module__}.{type(leaf).__qualname__})")
+        return entries
+
     def record_output(self, phase: str, module: str, name: str, tensor: Tensor) -> None:
         """Record an output of a module or its gradient, unless it has no data or a collective is still pending."""
         step = self._step
@@ -232,7 +242,7 @@ class ModuleOutputs:
         is_followed = places.selects("backward", scope) and torch.is_grad_enabled()
         if not (is_recorded or is_followed):
             return
-        entries = (("output", output),) if isinstance(output, Tensor) else flatten(output, "output")
+        entries = (("output", output),) if isinstance(output, Tensor) else self._named.readable(output, "output")
         for name, tensor in entries:
             if not isinstance(tensor, Tensor):
                 continue
