@@ -29,6 +29,7 @@ from det_callbacks.report.verdict import verdict_report
 from det_callbacks.runs.disk import list_folder, make_folder, writing
 from det_callbacks.runs.files import MANIFEST, READ_ERRORS, REPLACEMENT, read_file
 from det_callbacks.runs.patterns import as_patterns
+from det_callbacks.runs.place import remove_run, remove_verification
 from det_callbacks.runs.replacement import loses_steps, replace_run
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.store import Run
@@ -82,7 +83,12 @@ class Script:
         places = run, run / REPLACEMENT
         before = [*map(_manifest, places)]
         title = "record" if self.name == PLAIN else f"record, {self.name}, {self.change}"
-        reason, nothing = self._start(title, output, mode="record", reference=str(run), overwrite=overwrite)
+        try:
+            reason, nothing = self._start(title, output, mode="record", reference=str(run), overwrite=overwrite)
+        except CheckError:
+            if not before[0] and _manifest(run):  # of a part of what the command trained
+                remove_run(run)
+            raise
         new = [place for place, was in zip(places, before, strict=True) if _manifest(place) not in (b"", was)]
         if not reason and (not new or (new[-1] != run and loses_steps(run))):
             reason = nothing
@@ -95,7 +101,11 @@ class Script:
 
     def verify(self, reference: Path, current: Path, output: Path | None = None) -> CheckedRun:
         title = "verify" if self.name == PLAIN else f"verify, {self.name}, {self.change}"
-        reason, nothing = self._start(title, output, mode="verify", reference=str(reference), current=str(current))
+        try:
+            reason, nothing = self._start(title, output, mode="verify", reference=str(reference), current=str(current))
+        except CheckError:
+            remove_verification(current)  # a verdict on a part of what the command trained
+            raise
         done = CheckedRun(name=self.name, change=self.change, outcome="failed", reason=reason, output=output)
         try:
             verdict = Verdict.from_dict(json.loads(read_file(current / VERDICT_FILE)))
@@ -136,7 +146,10 @@ class Script:
             except OSError as error:
                 raise CheckError(f"{self.words[0]} cannot be started: {error}{_how_to_start(self.words)}") from error
             if claim.exists() and (text := claim.read_text(encoding="utf-8")):
-                raise CheckError(f"{text}. Start det-callbacks for each of them.")
+                raise CheckError(
+                    f"{text}, so the run would lack a part of the training, and was not kept. Start det-callbacks for "
+                    "each of them, or train in one process."
+                )
             done = "recorded" if arguments["mode"] == "record" else "verified"
             nothing = f"The script succeeded, but nothing was {done}: {_seen(claim.parent)}. {_ANOTHER_WAY}"
             refusal = claim.with_name(REFUSAL)
@@ -219,7 +232,11 @@ def record(options: argparse.Namespace) -> int:
     if not options.overwrite:
         _require_no_whole_run(run)
     done = script.record(run, overwrite=options.overwrite)
-    return _end("record", [done], "" if done.reason else f"; the run: {run}")
+    facts = f"; the run: {run}"
+    if done.reason:
+        waiting = run / REPLACEMENT
+        facts = f"; {run} is unchanged, and the new run is in {waiting}" if _manifest(waiting) else ""
+    return _end("record", [done], facts)
 
 
 def _require_no_whole_run(run: Path) -> None:
