@@ -227,7 +227,8 @@ def test_what_trains_and_is_not_recorded_is_an_error_that_says_what_was_seen(nam
     Path("train.py").write_text(HEAD + source)
     done = command("record", "run", "--level=state", "--")
     assert (done.status, says in done.text + done.errors) == (2, True), done.text + done.errors
-    assert not Path("run", "run.json").exists(), "a part of what trained is no reference"
+    is_left = Path("run", "run.json").exists()
+    assert not is_left or Run.open(Path("run")).incomplete_reason, "a part of what trained is no reference"
 
 
 def test_a_verification_of_a_part_of_what_trained_leaves_no_verdict(command):  # noqa: F811
