@@ -435,4 +435,5 @@ def _open_resumed(path: Path, manifest: Mapping[str, Any], peers: Peers) -> Run:
 
 def _manifest_bytes(folder: Path) -> bytes:
     path = folder / MANIFEST
-    return read_file(path) if path.exists() else b""
+    with writing(path):
+        return read_file(path) if path.exists() else b""

@@ -207,4 +207,5 @@ def test_without_locks_the_writer_that_lost_its_files_does_not_end_well(tmp_path
     second.close(complete=True)
     with pytest.raises(RunExistsError, match="which this one was writing"):
         first.close(complete=True)
-    first.release()
+    for writer in (first, second):
+        writer.release()
