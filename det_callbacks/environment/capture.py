@@ -69,7 +69,7 @@ _VARIABLE_PREFIXES = (
 )
 # words in names of variables, and of options of inductor, that change no bits: logs, caches, memory, waiting
 _IDLE_WORDS = re.compile(
-    r"^(?!.*AUTOTUNE).*(?:^|[_.])(?:LOG\w*|DEBUG|VERBOSE|TRACE|DUMP\w*|PRINT\w*|DISPLAY|PROFIL\w*|CACH\w+|ALLOC_CONF"
+    r"^(?!.*AUTOTUNE).*(?:^|[_.])(?:LOG\w*|DEBUG|VERBOSE|TRACE|DUMP\w*|PRINT\w*|DISPLAY|PROFIL\w*|CACHE\w*|CACHING\w*|ALLOC_CONF"
     r"|COMPILE_THREADS|WORKER\w*|WATCHDOG\w*|HEARTBEAT|ERROR_HANDLING|TIMEOUT\w*)(?:[_.]|$)"
 )
 # left out: folders of this machine, and what may be a secret

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -184,7 +184,7 @@ class Hiding(Tensor):
         return tree_map_only(Tensor, cls, func(*args, **kwargs))
 
 
-@torch.library.custom_op("observer_effects::twice", mutates_args=())
+@library.custom_op("observer_effects::twice", mutates_args=())
 def twice(x: Tensor) -> Tensor:
     with Seeing():
         return x + torch.rand(1) + x
