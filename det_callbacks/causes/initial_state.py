@@ -44,9 +44,9 @@ def _advise(facts: Facts) -> str:
     state = [one.divergence for one in facts.sources if one.divergence.phase == "state"]
     if any(one.kind != "content" for one in state):
         return "Some tensors have a different name, shape or dtype, or exist in one run only, so build the same model"
-    of_several = {one.name for one in state if prod(one.shape or ()) != 1}
-    # one element is always equal to itself
-    random = [name for name in names if name not in facts.evidence.constants or name not in of_several]
+    of_several = [name for name in names if name in {one.name for one in state if prod(one.shape or ()) != 1}]
+    # one element is always equal to itself, so it says nothing beside others
+    random = [name for name in of_several if name not in facts.evidence.constants] if of_several else names
     if not random:
         return (
             f"All elements of {names[0]} are equal when the fit starts, so check what changes it before the first "
