@@ -71,7 +71,7 @@ lint: $(INSTALLED)
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# docs/reference/causes.md, from the files in det_callbacks/causes.
+# docs/reference/causes.md, from the functions in det_callbacks/causes.
 causes: $(INSTALLED)
 	$(BIN)/python tests/rule_pages.py causes
 

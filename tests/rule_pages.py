@@ -1,12 +1,13 @@
 """Makes docs/reference/causes.md and findings.md of the files of the rules: ``make causes``, ``make findings``."""
 
 import inspect
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from det_callbacks.causes import table as causes
+from det_callbacks.causes import data, generators, ops, programs, settings, states
 from det_callbacks.findings import table as findings
 
 PAGES = Path(__file__).resolve().parents[1] / "docs" / "reference"
@@ -16,11 +17,10 @@ CAUSES = """# The causes
 
 <!-- Made by `make causes` from the files in det_callbacks/causes: change those. -->
 
-A verdict names one `cause`. The rules below are tried in chronological order: what a run starts with, what it is given,
-what it samples, what it computes. The first that applies names the cause. Each has an example of the whole explanation.
-[The verdict](verdict.md#why-it-differs) describes the evidence.
+A verdict names one `cause`: what the root of its [trail](verdict.md#the-trail) means. These are the meanings, each with
+an example of the whole explanation.
 
-| rule | cause | when it applies |"""
+| meaning | cause | when it applies |"""
 
 FINDINGS = """# The findings
 
@@ -33,12 +33,25 @@ that level it is never reported. [Look for findings](../how-to/findings.md) desc
 | finding | level | when it applies |"""
 
 
+def cause_rules() -> list[Any]:
+    """Return the functions of the causes that have an example, in the order of their files."""
+    rooms = (settings, states, data, generators, programs, ops)
+    found = (value for room in rooms for value in vars(room).values() if inspect.isfunction(value))
+    return [rule for rule in dict.fromkeys(found) if EXAMPLE in (inspect.getdoc(rule) or "")]
+
+
+def causes_of(rule: Any) -> list[str]:
+    (line,) = re.findall(r"(?m)^Causes: (.*)$", inspect.getdoc(rule) or "")
+    return line.split(", ")
+
+
 def when(rule: Any) -> str:
-    return " ".join((inspect.getdoc(rule) or "").partition(EXAMPLE)[0].split())
+    text = re.sub(r"(?m)^Causes: .*$", "", (inspect.getdoc(rule) or "").partition(EXAMPLE)[0])
+    return " ".join(text.split())
 
 
 def name_of(rule: Any) -> str:
-    return str(rule.__name__).rpartition(".")[2].replace("_", " ")
+    return str(rule.__name__).replace("_", " ")
 
 
 def example(rule: Any) -> str:
@@ -53,8 +66,8 @@ def page(head: str, rules: Sequence[Any], titles: Sequence[str], rows: Sequence[
 
 
 def pages() -> dict[str, str]:
-    rules = causes.RULES
-    rows = [f"{name_of(rule)} | {' or '.join(f'`{cause}`' for cause in rule.CAUSES)}" for rule in rules]
+    rules = cause_rules()
+    rows = [f"{name_of(rule)} | {' or '.join(f'`{cause}`' for cause in causes_of(rule))}" for rule in rules]
     found = {"causes": page(CAUSES, rules, [name_of(rule).capitalize() for rule in rules], rows)}
     names = [rule.NAME for rule in findings.RULES]
     rows = [f"[`{rule.NAME}`](#{rule.NAME}) | `{rule.LEVEL}`" for rule in findings.RULES]

@@ -1,1 +1,1 @@
-"""Why two runs differ: a file for each rule, their order in ``table.py``, and shared wording in ``phrases/``."""
+"""Why two runs differ: a walk from the first difference to its root, and what a root of each kind means."""

@@ -1,65 +1,276 @@
-"""The rules in chronological order: what a run starts with, receives, samples and computes."""
+"""Why two runs differ: the walk from the first difference to its root, and what the root means.
 
+``READS`` says what a node of each kind read, ``CAUSES`` what it is a cause of. A new kind of node has an entry in both.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from det_callbacks.causes import (
-    another_epoch,
-    another_length,
-    another_order,
-    batch,
-    choice,
-    collective_in_one_run,
-    compiled_graph,
-    compiled_in_one_run,
-    dtype,
-    external_write,
-    first_difference,
-    generator,
-    generator_before_data,
-    initial_state,
-    optimizer_option,
-    other_gradients,
-    outside_input,
-    recomputation,
-    restored_state,
-    scripted_module,
-    structure,
-    uninitialised_memory,
-    unrecorded_steps,
+from det_callbacks.causes import data, generators, ops, programs, settings, states
+from det_callbacks.causes.graph import Explanation, Graph, Node, Walk
+from det_callbacks.causes.sentences import explain_first
+from det_callbacks.compare.metrics import MetricDifference
+from det_callbacks.runs.program import AFTER_STEP, COLLECTIVES, REGION, UNWRITTEN, Site
+from det_callbacks.verdict import Divergence, TrailEntry, TrailKind
+
+MAX_NODES = 12  # more than any walk has; it could only be longer by a cycle
+
+Reads = Callable[[Graph, Node], Iterator[Node]]
+Rule = Callable[[Graph, Walk], Explanation | None]
+
+
+def find_walk(graph: Graph) -> Walk:
+    """Walk from the first difference to what it came from: along a proven edge before one that may be."""
+    nodes = [_row_node(graph, graph.first.row)]
+    while len(nodes) < MAX_NODES:
+        read = sorted(_reads(graph, nodes[-1]), key=lambda node: not node.is_proven)
+        if not read:
+            break
+        nodes.append(read[0])
+    return Walk(nodes=tuple(nodes))
+
+
+def find_cause(graph: Graph, walk: Walk) -> Explanation:
+    """Return the cause that the root of a walk means: the first answer of its kind, or else of the first difference."""
+    rules = (*CAUSES[walk.root.kind], ops.first_difference)
+    found = next(known for rule in rules if (known := rule(graph, walk)) is not None)
+    return found if found.text else replace(found, text=explain_first(graph))
+
+
+def trail_of(graph: Graph, walk: Walk) -> tuple[TrailEntry, ...]:
+    """Return a walk as it is shown, the root first; an entry is proven if the next one certainly read it."""
+    difference = graph.difference
+    entries = [
+        TrailEntry(
+            kind=node.kind,
+            name=node.name,
+            rank=difference.rank,
+            segment=difference.segment,
+            step=node.step,
+            moment=node.moment,
+            proven=node.is_proven,
+            reference=node.values[0],
+            current=node.values[1],
+        )
+        for node in walk.nodes
+    ]
+    return tuple(reversed(entries))
+
+
+def trail_of_metric(metric: MetricDifference) -> tuple[TrailEntry, ...]:
+    """Return the trail of a metric: the setting that explains it, if one does, and the metric."""
+    found, choice = metric.divergence(), metric.explaining_choice
+    last = TrailEntry(
+        kind="metric",
+        name=found.name or "",
+        rank=found.rank,
+        segment=found.segment,
+        step=found.step,
+        moment=metric.readings[1].where,
+        proven=True,
+        reference=found.reference_digest,
+        current=found.current_digest,
+    )
+    if choice is None:
+        return (last,)
+    reference, current = str(choice.reference), str(choice.current)
+    first = replace(last, kind="setting", name=choice.name, moment="", proven=False)
+    return replace(first, reference=reference, current=current), last
+
+
+# the rows of the step
+
+
+def _row_node(graph: Graph, row: int, *, is_proven: bool = True) -> Node:
+    divergence = graph.difference.describe(row)
+    return Node(
+        kind=_kind_of(graph.difference.site(row)),
+        name=_name_of(divergence),
+        step=divergence.step,
+        moment=divergence.phase,
+        values=(divergence.reference_digest, divergence.current_digest),
+        row=row,
+        is_proven=is_proven,
+    )
+
+
+def _kind_of(site: Site) -> TrailKind:
+    if site.role == "generator" or site.phase == "rng":
+        return "generator"
+    if site.phase == "data":
+        return "batch"
+    if site.role in ("sent", "delivered") or site.op.startswith(COLLECTIVES):
+        return "collective"
+    if site.role in ("graph", "region_input", "graph_output") or site.op.startswith(REGION):
+        return "region"
+    if site.op or (site.role == "named" and site.phase in ("forward", "other")):
+        return "op"
+    if site.phase in ("gradient", "backward"):
+        return "gradient"
+    return "outside" if site.name is None else "state"
+
+
+def _name_of(divergence: Divergence) -> str:
+    if divergence.name is not None:
+        return divergence.name.removesuffix(AFTER_STEP)
+    where = f" in {divergence.module}" if divergence.module not in ("", "?") else ""
+    return f"{divergence.op}{where}" if divergence.op else "a tensor that no recorded op made"
+
+
+# what a node read
+
+
+def _reads(graph: Graph, node: Node) -> Iterator[Node]:
+    if node.row is not None:
+        yield from _row_reads(graph, node, node.row)
+    elif node.kind == "generator" and node.change is not None:
+        yield from generators.change_reads(graph, node.change)
+    else:
+        yield from READS.get(node.kind, _nothing)(graph, node)
+
+
+def _row_reads(graph: Graph, node: Node, row: int) -> Iterator[Node]:
+    """Yield what a row of the step read and that differs, or of which nothing was recorded."""
+    difference, start = graph.difference, graph.difference.start(row)
+    if start == "read":
+        read = {*difference.rows_read(row)} & difference.kinds.keys()
+        yield from (_row_node(graph, at) for at in sorted(read))
+    elif states.has_lost_state(graph):
+        yield generators.checkpoint(graph)
+    elif start == "outside":
+        yield from OF_STARTS.get(node.kind, _nothing)(graph, node)
+    elif start == "unseen writer" and difference.reads_detail(row, UNWRITTEN):
+        yield Node(kind="unwritten", name="memory that no recorded op wrote", step=node.step, moment=node.moment)
+    elif start in ("written since", "unseen writer", "graph replay") or states.is_changed_in_step(graph):
+        yield Node(kind="outside", name=states.UNSEEN_WRITE, step=node.step, moment=node.moment)
+    else:
+        yield from _may_have_read(graph, node, row)
+
+
+def _may_have_read(graph: Graph, node: Node, row: int) -> Iterator[Node]:
+    """Yield what a row may have read whose reads were not all recorded: options, generators, settings."""
+    is_unrecorded = graph.difference.start(row) == "not recorded"
+    is_older = graph.is_after_gap and graph.origin is None and graph.first.divergence.kind == "content"
+    if is_unrecorded and is_older:
+        yield Node(kind="outside", name=states.UNRECORDED_STEPS, step=node.step)
+        return
+    found = [*settings.options_of_update(graph, row)]
+    may_be_drawn = is_unrecorded or graph.difference.start(row) == "passed on"
+    if may_be_drawn and settings.model_setting(graph) is None:
+        found += generators.moved_within(graph)
+    found += settings.setting_node(settings.explaining_setting(graph), node.step)
+    yield from found
+    if is_unrecorded and not found:
+        name = "what wrote it, which was not recorded"
+        yield Node(kind="outside", name=name, step=node.step, moment=node.moment)
+
+
+def _unnamed_reads(graph: Graph, node: Node) -> Iterator[Node]:
+    """Yield what a tensor that no recorded op made may hold: numbers that Python or NumPy drew."""
+    yield from generators.moved_within(graph)
+
+
+def _begin_reads(graph: Graph, node: Node) -> Iterator[Node]:
+    """Yield the same generator at the moment at which it first differs."""
+    if (end := data.epoch_in_one_run(graph, node.step)) is not None:
+        yield end
+    changes = [change for change in graph.evidence.generators if change.name == node.name]
+    if not changes and graph.is_resumed:
+        yield generators.checkpoint(graph)
+    yield from (generators.generator_node(change, is_proven=True) for change in changes[:1])
+
+
+def _option_reads(graph: Graph, node: Node) -> Iterator[Node]:
+    yield from settings.setting_node(settings.explaining_setting(graph), node.step)
+
+
+def _boundary_reads(graph: Graph, node: Node) -> Iterator[Node]:
+    if node.change is not None and not _VALIDATIONS.isdisjoint(node.change.points):
+        yield from settings.setting_node(settings.validation_setting(graph), node.step)
+
+
+def _nothing(graph: Graph, node: Node) -> Iterator[Node]:
+    return iter(())
+
+
+_VALIDATIONS = frozenset({"before the sanity check", "before validation"})
+
+OF_STARTS: Mapping[TrailKind, Reads] = {
+    "state": states.state_reads,
+    "batch": data.batch_reads,
+    "generator": _begin_reads,
+    "outside": _unnamed_reads,
+}
+"""What the rows read with which a step starts."""
+
+READS: Mapping[TrailKind, Reads] = {
+    "option": _option_reads,
+    "indices": data.indices_read,
+    "loaded": data.loaded_reads,
+    "boundary": _boundary_reads,
+}
+"""What else reads something, besides rows and generators; the other kinds are roots."""
+
+
+# what a root means
+
+
+def _setting(graph: Graph, walk: Walk) -> Explanation | None:
+    """A seed means what it reaches; any other setting explains the difference itself."""
+    return _by_reached(graph, walk) if walk.root.change is not None else settings.setting(graph, walk)
+
+
+def _by_reached(graph: Graph, walk: Walk) -> Explanation | None:
+    rules = REACHED.get(walk.reached.kind, (generators.generator,))
+    return next((known for rule in rules if (known := rule(graph, walk)) is not None), None)
+
+
+def _option(graph: Graph, walk: Walk) -> Explanation | None:
+    return _by_reached(graph, walk) if walk.reached.kind == "batch" else settings.optimizer_option(graph, walk)
+
+
+def _of_source(graph: Graph, walk: Walk) -> Explanation | None:
+    kinds = {node.kind for node in walk.nodes}
+    return _by_reached(graph, walk) if kinds & {"batch", "generator"} else None
+
+
+REACHED: Mapping[TrailKind, Sequence[Rule]] = {
+    "state": (states.initial_state,),
+    "batch": (data.drawn_before_data, data.batch),
+    "generator": (programs.recomputation, generators.generator),
+}
+"""What a seed, a generator or a loader means, by the first compared row that it reaches."""
+
+_OF_ROWS: Sequence[Rule] = (
+    programs.another_length,
+    programs.recomputation,
+    generators.drawn_in_one_run,
+    ops.other_gradients,
+    ops.outside_input,
+    programs.compiled_in_one_run,
+    programs.collective_in_one_run,
+    programs.compiled_graph,
+    programs.scripted_module,
+    programs.another_order,
+    ops.structure,
 )
-from det_callbacks.causes.phrases.steps import explain_first
-from det_callbacks.causes.rule import Answer, Rule
-from det_callbacks.compare.facts import Facts
 
-RULES: tuple[Rule, ...] = (
-    dtype,
-    restored_state,
-    initial_state,
-    another_epoch,
-    another_length,
-    generator_before_data,
-    batch,
-    recomputation,
-    generator,
-    unrecorded_steps,
-    uninitialised_memory,
-    other_gradients,
-    external_write,
-    outside_input,
-    choice,
-    optimizer_option,
-    compiled_in_one_run,
-    collective_in_one_run,
-    compiled_graph,
-    scripted_module,
-    another_order,
-    structure,
-    first_difference,
-)
-
-
-def find_cause(facts: Facts) -> Answer:
-    """Return the answer of the first rule that applies; the last one always does."""
-    answers = (rule.find(facts) for rule in RULES)
-    answer = next(one for one in answers if one is not None)
-    return answer if answer.explanation else replace(answer, explanation=explain_first(facts))
+CAUSES: Mapping[TrailKind, Sequence[Rule]] = {
+    "setting": (_setting,),
+    "option": (_option,),
+    "checkpoint": (states.restored_state, _by_reached),
+    "generator": (programs.another_length, _by_reached),
+    "indices": (_by_reached,),
+    "loaded": (_by_reached,),
+    "batch": (_by_reached,),
+    "boundary": (data.another_epoch, _by_reached),
+    "state": (states.initial_state, *_OF_ROWS),
+    "op": _OF_ROWS,
+    "gradient": _OF_ROWS,
+    "collective": _OF_ROWS,
+    "region": _OF_ROWS,
+    "kernel": _OF_ROWS,
+    "unwritten": (states.uninitialised_memory,),
+    "outside": (states.unrecorded_steps, states.external_write, _of_source, *_OF_ROWS),
+}
+"""What a root means, by its kind."""

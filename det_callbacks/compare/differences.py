@@ -61,7 +61,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class RowDifference:
     """A divergence with further facts for its explanation."""
 
     divergence: Divergence
@@ -164,12 +164,12 @@ class StepDifference:
             segment=self.segment,
         )
 
-    def finding(self, row: int) -> Finding:
+    def at(self, row: int) -> RowDifference:
         reference_position, current_position = self.pairs[row]
         layouts = None
         if self._other_layout[row]:
             layouts = self.reference.layout.entries[reference_position], self.current.layout.entries[current_position]
-        return Finding(
+        return RowDifference(
             divergence=self.describe(row),
             row=row,
             role=self.site(row).role,

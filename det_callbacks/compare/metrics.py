@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from det_callbacks.compare.facts import VALIDATION, earlier_choice
+from det_callbacks.runs.environment import VALIDATION, earlier_choice
 from det_callbacks.runs.metrics import CALLS, Metric, Reading, Readings
 from det_callbacks.verdict import Cause, Divergence, EnvironmentDifference, Kind
 

@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 
 from det_callbacks.compare.collectives import FirstDifference
-from det_callbacks.compare.facts import COLLECTIVES
 from det_callbacks.digest.numbers import tensor_numbers
 from det_callbacks.errors import ReferenceFormatError, SelectionError
 from det_callbacks.runs.files import MANIFEST, damaged
 from det_callbacks.runs.patterns import OpPattern, as_patterns
-from det_callbacks.runs.program import REGION
+from det_callbacks.runs.program import COLLECTIVES, REGION
 from det_callbacks.runs.selection import PHASES, Selection
 from det_callbacks.runs.store import Run
 from det_callbacks.tensors.files import KEPT, LEFT_OUT, SavedStep, SavedTensor, common_elements

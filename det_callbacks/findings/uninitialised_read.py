@@ -11,8 +11,7 @@ from math import prod
 
 from det_callbacks.findings.facts import FitFacts
 from det_callbacks.findings.rule import Found, Level, found_in, of_one_process, span
-from det_callbacks.report.run import describe_tensor
-from det_callbacks.runs.program import UNWRITTEN, Layout, Site
+from det_callbacks.runs.program import UNWRITTEN, Layout, Site, describe_tensor
 
 NAME = "uninitialised_read"
 LEVEL: Level = "op"

@@ -1,7 +1,7 @@
 """The sentences on a metric that differs."""
 
-from det_callbacks.causes.phrases.steps import of_segment
-from det_callbacks.causes.phrases.unrecorded import begun_before
+from det_callbacks.causes.sentences import of_segment
+from det_callbacks.causes.settings import begun_before
 from det_callbacks.compare.metrics import GENERATOR, MetricDifference
 
 

@@ -15,10 +15,10 @@ from det_callbacks.compare.ranks import num_equal_steps
 from det_callbacks.compare.record import read_record
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.report.console import Table
-from det_callbacks.report.run import describe_site, describe_tensor
+from det_callbacks.report.run import describe_site
 from det_callbacks.report.verdict import details_report, head_report
 from det_callbacks.runs.disk import make_folder, replace_atomically
-from det_callbacks.runs.program import Site
+from det_callbacks.runs.program import Site, describe_tensor
 from det_callbacks.runs.store import Run
 from det_callbacks.text import count, visible
 from det_callbacks.verdict import MAX_ORIGINS, Divergence, Verdict

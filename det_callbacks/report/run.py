@@ -11,7 +11,7 @@ from det_callbacks.digest.host import format_digest
 from det_callbacks.report.console import Section, Table
 from det_callbacks.report.numerics import nonfinite_sentence
 from det_callbacks.runs.metrics import read_metrics
-from det_callbacks.runs.program import READS, Program, Site, StepRecord, StepView, TensorLayout
+from det_callbacks.runs.program import Program, Site, StepRecord, StepView, TensorLayout, describe_tensor
 from det_callbacks.runs.store import RankRun, Run
 from det_callbacks.text import at_most, count
 from det_callbacks.verdict import Coverage, Divergence
@@ -134,11 +134,3 @@ def describe_site(site: Site) -> str:
         return f"{output_text(site)}{what}{name}{' (recomputed)' if site.recomputed else ''}"
     role = "" if site.role == "named" else f"{site.role} "
     return f"{role}{site.name or '(made outside the trace)'}"
-
-
-def describe_tensor(entry: TensorLayout | None) -> str:
-    """Return "float32 [8, 64]"; "-" for no tensor."""
-    if entry is None:
-        return "-"
-    shape = f" {list(entry.shape)}" if entry.shape or entry.stride else ""
-    return f"{entry.dtype}{shape}" + (f" {entry.detail}" if entry.detail and not entry.detail.startswith(READS) else "")

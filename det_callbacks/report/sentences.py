@@ -2,9 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 
-from det_callbacks.causes.phrases.choices import both_values
-from det_callbacks.causes.phrases.sites import number_text, source_text
-from det_callbacks.causes.phrases.steps import of_segment
+from det_callbacks.causes.sentences import both_values, number_text, of_segment, source_text
 from det_callbacks.compare.collectives import Classification, CollectiveCall
 from det_callbacks.compare.ranks import WholeSteps
 from det_callbacks.compare.record import Tally

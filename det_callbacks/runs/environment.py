@@ -1,7 +1,7 @@
 """The environment of a run, and how two differ."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -24,6 +24,20 @@ FOLLOWED = "loop.followed"  # the models and optimizers of a script that was fol
 UNRECORDED = "loop.unrecorded"  # parts of the training of such a script that no step holds
 GENERATOR = "generators."  # digest of the first state of a generator of rank 0
 ARGUMENTS = "process.argv"  # the words that started the program
+
+LENGTHS = frozenset({"trainer.min_epochs", "trainer.max_epochs", "trainer.min_steps", "trainer.max_steps"})
+"""Settings of the number of steps, which change nothing in common steps."""
+
+DTYPES = ("trainer.precision", "torch.default_dtype")
+"""Settings of the dtype that weights and batches have before anything is computed."""
+
+VALIDATION = (
+    "trainer.limit_val_batches",
+    "trainer.val_check_interval",
+    "trainer.check_val_every_n_epoch",
+    "trainer.num_sanity_val_steps",
+)
+"""Settings that determine when a validation runs, and on which data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,3 +105,13 @@ def _without_lone_configuration(entries: Environment, other: Environment) -> Env
         return entries
     whole = EnvironmentEntry(value=f"{len(keys)} keys", is_machine=False, changes_bits=False)
     return {**{name: entries[name] for name in entries.keys() - keys}, CONFIGURATION.rstrip("."): whole}
+
+
+def choices_of_steps(environment: Sequence[EnvironmentDifference]) -> list[EnvironmentDifference]:
+    """Return the differing settings that can change the bits of a step."""
+    return [one for one in environment if one.changes_bits and not one.is_machine and one.name not in LENGTHS]
+
+
+def earlier_choice(choices: Sequence[EnvironmentDifference]) -> EnvironmentDifference | None:
+    """Return a setting that changed the weights in earlier steps."""
+    return next((one for one in choices if one.name.startswith(("optimizer", "trainer.", "settings."))), None)

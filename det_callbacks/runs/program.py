@@ -58,6 +58,7 @@ READS = "reads "  # prefix for an input or a forward op that reads part of a ten
 IN_FLIGHT = "in flight"  # without bits: the tensor was read before the collective was done
 UNREAD = "not looked into"  # an object in a batch that cannot be digested; the dtype names its type
 
+COLLECTIVES = ("c10d.", "_c10d_functional")  # namespaces of ops
 REGION = "compiled."  # namespace of the sites of compiled regions: ``compiled.Net_forward.inputs``
 MISSES_PARAMETERS = "reads_parameters_without_digest"  # argument of a region whose parameters have no rows
 GRAPH = "cuda_graph"  # name of replayed graphs in the coverage
@@ -137,6 +138,14 @@ class TensorLayout:
     shape: tuple[int, ...]
     stride: tuple[int, ...] = ()
     detail: str = ""
+
+
+def describe_tensor(entry: TensorLayout | None) -> str:
+    """Return "float32 [8, 64]"; "-" for no tensor."""
+    if entry is None:
+        return "-"
+    shape = f" {list(entry.shape)}" if entry.shape or entry.stride else ""
+    return f"{entry.dtype}{shape}" + (f" {entry.detail}" if entry.detail and not entry.detail.startswith(READS) else "")
 
 
 def reads_expanded(layout: TensorLayout) -> bool:

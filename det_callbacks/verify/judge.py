@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from det_callbacks.causes.evidence import evidence_lines
-from det_callbacks.causes.phrases.choices import explained_by
-from det_callbacks.causes.table import find_cause
-from det_callbacks.causes.trail import find_trail, trail_of_metric
+from det_callbacks.causes.graph import Graph
+from det_callbacks.causes.sentences import explained_by
+from det_callbacks.causes.table import find_cause, find_walk, trail_of, trail_of_metric
 from det_callbacks.compare.collectives import Classification, FirstDifference, classify
 from det_callbacks.compare.evidence import Evidence, find_evidence
-from det_callbacks.compare.facts import LENGTHS, Facts, choices_of_steps
 from det_callbacks.compare.metrics import MetricComparison, MetricDifference
 from det_callbacks.compare.module_names import ModuleNames
 from det_callbacks.compare.nonfinite import first_nonfinite
@@ -36,7 +35,7 @@ from det_callbacks.report.sentences import (
     steps_agree,
     without_starts,
 )
-from det_callbacks.runs.environment import FOLLOWED, UNRECORDED, compare_environments
+from det_callbacks.runs.environment import FOLLOWED, LENGTHS, UNRECORDED, choices_of_steps, compare_environments
 from det_callbacks.runs.metrics import read_metrics
 from det_callbacks.runs.place import HOW_TO_CONTINUE
 from det_callbacks.runs.store import Run
@@ -419,16 +418,18 @@ class _Judge:
             return _Answer(shown, "collective", f"Step {shown.step}, {shown.phase}: {explain_ranks(ranks)}")
         if ranks is not None and ranks.ranks("origin"):
             leader = min((first[rank] for rank in ranks.ranks("origin")), key=_order)
-        facts = self._facts(leader)
-        answer = find_cause(facts)
-        text = answer.explanation
+        graph = self._graph(leader)
+        walk = find_walk(graph)
+        found_cause = find_cause(graph, walk)
+        text = found_cause.text
         if ranks is not None:
             text += f"; {explain_ranks(ranks)}"
         if whole:
             text += f"; in addition, {shown_whole}"
-        names = (choice.name for choice in facts.choices)
+        names = (choice.name for choice in graph.choices)
         chosen = next((name for name in names if text.startswith(f"{name} is ")), "")
-        return _Answer(shown, answer.cause, text, answer.advice, evidence_lines(facts), chosen, find_trail(facts))
+        evidence, trail = evidence_lines(graph), trail_of(graph, walk)
+        return _Answer(shown, found_cause.cause, text, found_cause.advice, evidence, chosen, trail)
 
     def _answer_metric(self, metric: MetricDifference, agree: str) -> _Answer:
         others = self.metrics.num_differing - 1
@@ -436,12 +437,13 @@ class _Judge:
         text, chosen = capitalised(explain_metric(metric) + more + agree), ""
         choice = metric.explaining_choice
         if choice is not None:
-            text, chosen = explained_by(choice, text), choice.name
+            values = choice.reference, choice.current
+            text, chosen = explained_by(choice.name, values, text), choice.name
         evidence, trail = metric_lines(metric), trail_of_metric(metric)
         return _Answer(metric.divergence(), metric.cause, text, advise_metric(metric), evidence, chosen, trail)
 
-    def _facts(self, known: FirstDifference) -> Facts:
-        """Return the facts of the step in which a rank first differs."""
+    def _graph(self, known: FirstDifference) -> Graph:
+        """Return the step in which a rank first differs, with what explains it."""
         segment, step, _, rank = known.order
         reference, current = self.walk.reference, self.walk.current
         difference = compare_steps(*self.walk.views(rank, segment, step))
@@ -457,7 +459,7 @@ class _Judge:
             evidence = find_evidence(reference, current, difference)
         except ReferenceFormatError as error:
             evidence = Evidence(unread=str(error))
-        return Facts(
+        return Graph(
             difference=difference,
             choices=choices_of_steps(self.environment),
             is_first_seen=step == first_step,

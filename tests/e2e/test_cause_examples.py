@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from agents_page import require_fields_of_its_cause
-from rule_pages import example, is_current, name_of
+from rule_pages import cause_rules, causes_of, example, is_current, name_of
 from step_builder import FLOAT, StepBuilder, both, judge, training_step
 from test_named_causes import FAULTS, Training
 from test_named_causes import pytestmark as marks
@@ -17,7 +17,6 @@ from test_torchscript import fit as fit_scripted
 from test_torchscript import pytestmark as scripted_marks
 
 from det_callbacks import DeterminismCallback, DivergenceError
-from det_callbacks.causes.table import RULES
 from det_callbacks.runs.program import UNWRITTEN, TensorLayout
 from det_callbacks.runs.selection import Selection
 from det_callbacks.verdict import EnvironmentDifference, Verdict
@@ -56,12 +55,6 @@ def changed(base: Mapping[str, Any] | None = None, options: Mapping[str, Any] | 
 
 def choice(name: str, reference: Any, current: Any) -> EnvironmentDifference:
     return EnvironmentDifference(name=name, reference=reference, current=current, changes_bits=True, is_machine=False)
-
-
-def of_dtype(step: StepBuilder, now: bool) -> None:
-    layout = TensorLayout(dtype="bfloat16" if now else "float32", shape=(64, 32), stride=(32, 1))
-    step.named("net.weight", 1 + now, entry=layout)
-    step.op("aten.mm.default", "net.weight")
 
 
 def without_a_gradient(step: StepBuilder, now: bool) -> None:
@@ -131,28 +124,36 @@ def read_a_weight(step: StepBuilder, now: bool) -> None:
     step.op("aten.mm.default", "net.weight", weights={"net.weight": 1 + now}, module="net")
 
 
+def a_draw(step: StepBuilder, now: bool) -> None:
+    value = step.op("aten.mm.default", "?x", module="net.linear")
+    if now:
+        step.op("aten.native_dropout.default", value, generator=1, module="net.drop")
+
+
+RULES = cause_rules()
+
 EXAMPLES: Mapping[str, Callable[[Path], Verdict]] = {
-    "dtype": built(of_dtype, environment=[choice("trainer.precision", "32-true", "bf16-true")], step=0),
-    "restored state": changed(options={"is_resumed": True}, weight=3),
+    "setting": changed(options={"environment": [choice("optimizer.AdamW.lr", 0.1, 0.2)]}, lr=0.2),
+    "optimizer option": planted("a callback changes the learning rate", level="state"),
     "initial state": planted("another seed"),
-    "another epoch": planted("epochs of another length"),
-    "another length": built(with_the_next_batch),
-    "generator before data": planted("callback draws at the epoch's end"),
-    "batch": planted("unsorted listing"),
-    "recomputation": built(recomputed),
-    "generator": planted("validation draws"),
+    "restored state": changed(options={"is_resumed": True}, weight=3),
     "unrecorded steps": built(read_a_weight, selection=Selection(only_steps=(7,))),
     "uninitialised memory": built(of_unwritten_memory, step=0),
-    "other gradients": built(without_a_gradient),
     "external write": planted("a weight between steps"),
-    "outside input": built(from_outside),
-    "choice": changed(options={"environment": [choice("optimizer.AdamW.lr", 0.1, 0.2)]}, lr=0.2),
-    "optimizer option": planted("a callback changes the learning rate", level="state"),
+    "another epoch": planted("epochs of another length"),
+    "drawn before data": planted("callback draws at the epoch's end"),
+    "batch": planted("unsorted listing"),
+    "generator": planted("validation draws"),
+    "drawn in one run": built(a_draw),
+    "another length": built(with_the_next_batch),
+    "recomputation": built(recomputed),
     "compiled in one run": built(of_eager_ops, step=0),
     "collective in one run": built(of_an_exchange),
     "compiled graph": built(of_a_graph, step=12),
     "scripted module": scripted,
     "another order": built(of_swapped_lines),
+    "other gradients": built(without_a_gradient),
+    "outside input": built(from_outside),
     "structure": built(of_a_shape),
     "first difference": changed(noise_at=5),
 }
@@ -166,7 +167,7 @@ def test_every_rule_has_an_example():
 def test_the_example_of_a_rule_is_what_a_verdict_says(rule, tmp_path):
     verdict = EXAMPLES[name_of(rule)](tmp_path)
     assert "\n".join(textwrap.wrap(verdict.explanation, 92, break_on_hyphens=False)) == example(rule)
-    assert verdict.cause in rule.CAUSES
+    assert verdict.cause in causes_of(rule)
     require_fields_of_its_cause(verdict)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from det_callbacks.causes.phrases.generators import keep_from_drawing, show_change
+from det_callbacks.causes.generators import keep_from_drawing, show_change
 from det_callbacks.compare.evidence import Evidence, compare_windows, gather_window
 from det_callbacks.runs.evidence import Row
 

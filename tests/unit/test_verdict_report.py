@@ -6,7 +6,7 @@ import pytest
 from step_builder import StepBuilder, both, judge, training_step
 from verdicts import DIVERGED, DIVERGENCE
 
-from det_callbacks.causes.phrases.sites import what_differs
+from det_callbacks.causes.sentences import what_differs
 from det_callbacks.report.verdict import details_report, headline, next_lines, verdict_lines
 from det_callbacks.runs.environment import AS_COMMITTED
 from det_callbacks.runs.program import TensorLayout

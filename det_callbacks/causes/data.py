@@ -1,0 +1,250 @@
+"""Batches that differ: what the sampler drew, what the loader returned, and what changed it."""
+
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+from det_callbacks.causes.generators import (
+    RESUME_EXACTLY,
+    advise_draws,
+    consumed,
+    moved_before,
+    show_change,
+)
+from det_callbacks.causes.graph import Explanation, Graph, Node, Walk
+from det_callbacks.causes.sentences import source_name
+from det_callbacks.causes.settings import dtype_setting, setting_node
+from det_callbacks.text import capitalised, listed
+
+DataChange = Literal[
+    "transformed",  # the loader's output matches
+    "reordered",  # the same samples in a different order
+    "other data set",  # of a different length
+    "listed otherwise",  # the same indices, with samples of another step
+    "made otherwise",  # the same indices, with samples that the reference never had
+    "drawn",  # different indices, or samples of another step
+    "other",  # unknown
+]
+"""How a batch differs."""
+
+_OTHER_CONTENT = ("transformed", "other data set", "made otherwise", "other")
+_TODO: Mapping[DataChange, str] = {
+    "transformed": "Check what changes the batch between the loader and the model (on_before_batch_transfer and "
+    "on_after_batch_transfer in Lightning)",
+    "reordered": "Check the sampler, the shuffle's seed and the order of the files",
+    "drawn": "Check the sampler (its weights, what it sorts by) and the loader's settings",
+    "other data set": "Use the same data set, because its length differs",
+    "listed otherwise": "Sort the files or samples that the data set lists",
+    "made otherwise": "Check transforms, augmentation, worker seeds, decoding, the data set's generators "
+    "(numpy.random.default_rng()), the data itself (files, labels), and code that changes the loaded batch in place",
+    "other": "Check the samples of the data set, its transforms, and code that changes the loaded batch",
+}
+_UNRECORDED = (
+    "No DataLoader gave the batch, and the recorded generators match, so it comes from something that was not "
+    "recorded: a separate generator (numpy.random.default_rng() without a seed), an environment, or a file"
+)
+_EPOCH = {"epoch end", "epoch start"}
+_TORCH_CPU = "torch.cpu"  # torch's generator of the process
+_DREW = {
+    "same": "the same indices in the same order",
+    "reordered": "the same indices in a different order",
+    "cut": "the same indices, for batches of a different size",
+    "other": "different indices",
+}
+
+
+# what a batch read
+
+
+def batch_reads(graph: Graph, node: Node) -> Iterator[Node]:
+    batch = graph.evidence.batch
+    if (of_dtype := dtype_setting(graph)) is not None:
+        yield from setting_node(of_dtype, node.step)
+    elif (end := epoch_in_one_run(graph, node.step)) is not None:
+        yield end
+    elif batch.is_loaded_alike:
+        yield _outside(node, "code that changes the batch", "between the loader and the step")
+    elif batch.indices is not None or batch.settings:
+        yield Node(kind="loaded", name=_loader_of(graph), step=node.step, moment="data")
+    else:
+        yield from moved_before(graph)
+        yield _outside(node, "the source of the batch", "data", is_proven=False)
+
+
+def loaded_reads(graph: Graph, node: Node) -> Iterator[Node]:
+    batch = graph.evidence.batch
+    if batch.indices not in (None, "same"):
+        _, _, reference, current = batch.first_index or ("", 0, None, None)
+        yield Node(kind="indices", name=node.name, step=node.step, moment="data", values=(reference, current))
+        return
+    yield from indices_read(graph, node)
+    yield _outside(node, "the samples of the data set", "data", is_proven=False)
+
+
+def indices_read(graph: Graph, node: Node) -> Iterator[Node]:
+    for name, values in graph.evidence.batch.settings.items():
+        yield Node(kind="option", name=name, step=node.step, values=values)
+    yield from moved_before(graph)
+
+
+def epoch_in_one_run(graph: Graph, step: int) -> Node | None:
+    """Return the end of an epoch that only one run had before the step, or None."""
+    for change in filter(graph.is_before_step, graph.evidence.generators):
+        for side, points in ("the reference", change.only_reference), ("the current run", change.only_current):
+            if not _EPOCH.isdisjoint(points):
+                return Node(kind="boundary", name=f"the end of an epoch, only in {side}", step=step, moment="epoch end")
+    return None
+
+
+def _outside(node: Node, name: str, moment: str, *, is_proven: bool = True) -> Node:
+    return Node(kind="outside", name=name, step=node.step, moment=moment, is_proven=is_proven)
+
+
+def _loader_of(graph: Graph) -> str:
+    first, settings = graph.evidence.batch.first_index, graph.evidence.batch.settings
+    if first is not None:
+        return first[0]
+    return next((name.rpartition(" of ")[2] for name in settings), "the loader")
+
+
+# what to say
+
+
+def another_epoch(graph: Graph, walk: Walk) -> Explanation | None:
+    """Only one run ended an epoch before the step, so the batches or the generators differ.
+
+    Causes: data_order
+
+    Example:
+        Step 5: the batch differs (batch[0] and batch[1]), and the generator state also differs; the
+        step started with this difference, so no op caused it. Only one run ended an epoch before
+        this step. The sampler drew different indices, so compare limit_train_batches,
+        overfit_batches, drop_last and the length of the data set. Settings differ:
+        trainer.limit_train_batches (1.0 in the reference, 5 in the current run).
+    """
+    if walk.root.change is not None:
+        return None
+    todo = "Compare limit_train_batches, overfit_batches, drop_last and the length of the data set"
+    advice = f"Only one run ended an epoch before this step. {because(graph, todo)}"
+    return Explanation(cause="data_order", advice=advice)
+
+
+def drawn_before_data(graph: Graph, walk: Walk) -> Explanation | None:
+    """The batch differs because something drew from a generator before the sampler did, or a resume did not restore it.
+
+    Causes: rng, data_order
+
+    Example:
+        Step 6: the batch differs (batch[0] and batch[1]), and the generator state also differs; the
+        step started with this difference, so no op caused it. DrawsAtEpochEnd.on_train_epoch_end
+        draws from the generator torch.cpu: give it a separate generator, or restore the state of
+        torch.cpu afterwards.
+    """
+    change = consumed(graph)
+    if change is not None and graph.is_before_step(change):
+        return Explanation(cause="rng", advice=advise_draws(graph))
+    if not graph.is_resumed or "rng" not in graph.source_phases:
+        return None
+    # a generator that was not restored shuffles differently, or draws and augments different samples
+    advice = RESUME_EXACTLY if change is None else advise_draws(graph)
+    if not (graph.has_equal_samples or graph.evidence.batch.is_whole):
+        return Explanation(cause="rng", advice=advice)
+    return Explanation(cause="data_order", advice=advice) if _is_shuffle_unrestored(graph) else None
+
+
+def _is_shuffle_unrestored(graph: Graph) -> bool:
+    """Return whether a resume did not restore the generator of the shuffle, which both runs seeded equally."""
+    unrestored = (one for one in graph.evidence.generators if one.equal_at is None and not one.is_reseeded)
+    batch = graph.evidence.batch
+    is_other_shuffle = batch.is_process_shuffle and batch.indices != "same"
+    return is_other_shuffle and any(change.name == _TORCH_CPU for change in unrestored)
+
+
+def batch(graph: Graph, walk: Walk) -> Explanation:
+    """The batch differs: the batch size, the samples or their order.
+
+    Causes: settings, data_order, data_content
+
+    Example:
+        Step 0: the batch differs (batch[0] and batch[1]); the step started with this difference, so
+        no op caused it. The sampler drew the same indices in the same order, so sort the files or
+        samples that the data set lists.
+    """
+    if any(name.startswith("batch_size") for name in graph.evidence.batch.settings):
+        return Explanation(cause="settings", advice=because(graph, "Use the reference's batch size"))
+    is_other_content = _data_change(graph) in _OTHER_CONTENT
+    return Explanation(cause="data_content" if is_other_content else "data_order", advice=_advise(graph))
+
+
+def _data_change(graph: Graph) -> DataChange:
+    batch = graph.evidence.batch
+    if batch.is_loaded_alike is True:
+        return "transformed"
+    if graph.has_equal_samples or batch.indices == "reordered":
+        return "reordered"
+    if any(name.startswith("length of the data set") for name in batch.settings):
+        return "other data set"
+    if batch.indices == "same":
+        return "made otherwise" if batch.found_at is None else "listed otherwise"
+    return "other" if batch.indices is None and batch.found_at is None else "drawn"
+
+
+def _advise(graph: Graph) -> str:
+    batch, how = graph.evidence.batch, _data_change(graph)
+    changes = [*filter(graph.is_before_step, graph.evidence.generators)]
+    if not (batch.has_loader or changes or batch.num_same) and how == "other":
+        return _UNRECORDED
+    if how in ("made otherwise", "other") and changes:
+        shown = listed(f"the generator {change.name}" for change in changes)
+        why = capitalised(show_change(changes[0], graph.evidence))
+        return f"{why}. Seed what the samples are made with: {shown}"
+    is_other_shuffle = how == "drawn" and batch.indices == "other" and not batch.settings
+    change = next(iter(changes), None)
+    if change is None or not is_other_shuffle:
+        return because(graph, _TODO[how])
+    why = capitalised(show_change(change, graph.evidence))
+    return f"{why}. Give the shuffle the same seed, and draw the same numbers before it"
+
+
+def batch_lines(graph: Graph) -> list[str]:
+    tensors = [item for item in graph.sources if item.divergence.phase == "data"]
+    if not tensors:
+        return []
+    names = [source_name(item) for item in tensors if item.role != "samples"]
+    known = [f"different bits in {listed(names) or 'its samples'}", *_of_batch(graph)]
+    return [*(f"batch: {one}" for one in known), *(f"loader: {one}" for one in _of_loader(graph))]
+
+
+def because(graph: Graph, todo: str) -> str:
+    """Return the settings of the loader that differ, or the first fact on the batch, and then what to do."""
+    of_batch = _of_batch(graph) if graph.has_other_data else []
+    reasons = _of_loader(graph) or [capitalised(one) for one in of_batch[:1]]
+    if not reasons:
+        return todo
+    return f"{listed(reasons, '; ')}, so {todo[:1].lower()}{todo[1:]}"
+
+
+def _of_loader(graph: Graph) -> list[str]:
+    settings = graph.evidence.batch.settings
+    return [
+        f"{name} is {reference} in the reference and {current} in the current run"
+        for name, (reference, current) in settings.items()
+    ]
+
+
+def _of_batch(graph: Graph) -> list[str]:
+    batch, found = graph.evidence.batch, list[str]()
+    if batch.indices is not None:
+        found.append(f"the sampler drew {_DREW[batch.indices]}")
+    if batch.is_loaded_alike is not None:
+        found.append("the loader's output matches" if batch.is_loaded_alike else "the loader's output differs")
+    if batch.found_at is not None:
+        which = "all of its samples are" if batch.is_whole else "one of its samples is"
+        found.append(f"{which} at step {batch.found_at} of the reference")
+    elif batch.was_searched and batch.indices != "cut":
+        same = f"{batch.num_same} of {batch.num_samples} recorded samples match this step of the reference"
+        found.append(same if batch.num_same else "the reference recorded none of its samples")
+    if batch.first_index is not None and batch.indices != "cut":
+        loader, position, reference, current = batch.first_index
+        both = f"{reference} in the reference, {current} in the current run"
+        found.append(f"first different sample: the sampler of {loader} drew at [{position}] {both}")
+    return found

@@ -1,1 +1,0 @@
-"""Wording that several rules share."""
