@@ -14,7 +14,16 @@ from typing import Any
 import numpy as np
 from stored_runs import OneOf, join
 
-from det_callbacks.runs.program import Layout, Program, Site, StepView, TensorLayout, argument_bits, plain_value
+from det_callbacks.runs.program import (
+    Layout,
+    Program,
+    Site,
+    StepView,
+    TensorLayout,
+    argument_bits,
+    plain_value,
+    subject_of,
+)
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.runs.store import Run
@@ -45,7 +54,8 @@ class StepBuilder:
     def row(self, bits: int, entry: TensorLayout | None = FLOAT, **fields: Any) -> int:
         values = {"phase": "forward", "module": "", "op": "", "output": 0, "role": "output", **fields}
         key = (values["phase"], values["module"], values["op"], values["output"], values["role"], values.get("name"))
-        self.sites.append(Site(occurrence=self.counts[key], **values))
+        subject = subject_of(values.pop("name", None), phase=values["phase"], role=values["role"])
+        self.sites.append(Site(occurrence=self.counts[key], **subject, **values))
         self.counts[key] += 1
         self.entries.append(entry)
         self.digests.append(bits)

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 from msgspec import structs
 
-from det_callbacks.runs.evidence import Row
+from det_callbacks.runs.evidence import EvidenceRow
 from det_callbacks.runs.manifest import read_manifest
 from det_callbacks.runs.peers import Peers
 from det_callbacks.runs.program import Layout, Program, Site, TensorLayout
@@ -26,7 +26,7 @@ SITES = st.builds(
     Site,
     output=INT32,
     arguments=st.dictionaries(st.text(), INT32).map(json.dumps),
-    **dict.fromkeys(("name", "varying", "recomputed", "source"), ...),
+    **dict.fromkeys(("subject", "of", "part", "varying", "recomputed", "source"), ...),
 )
 ENTRIES = st.none() | st.builds(TensorLayout, shape=SIZES, stride=SIZES, detail=...)
 
@@ -47,7 +47,14 @@ def whole_steps(draw: st.DrawFn) -> tuple[Program, Layout, list[int]]:
 
 def small_program(num_sites: int = 3, op: str = "aten.mul.Tensor") -> Program:
     """Return a program in which every column has a value somewhere and is empty elsewhere."""
-    place = {"phase": "forward", "module": "net.größe", "role": "named", "name": "batch[0]", "recomputed": True}
+    place = {
+        "phase": "forward",
+        "module": "net.größe",
+        "role": "named",
+        "subject": "tensor",
+        "of": "batch[0]",
+        "recomputed": True,
+    }
     call = {"arguments": '{"other":2.0}', "varying": ("lr",), "inputs": (0,)}
     lines = ("train.py:41 in forward", "train.py:7 in main")
     first = Site(op=op, occurrence=0, output=0, **place, **call, source=lines)
@@ -76,7 +83,7 @@ def append(
     writer.put_layout(layout)
     for step in steps:
         if writer.manifest.purpose == "record":
-            writer.put_evidence([Row(step, "batch start", "python", 0)])
+            writer.put_evidence([EvidenceRow(step, "batch start", "generator", "python")])
         writer.append(step, step // 4, program.id, layout.id, digests_of(step, num_sites, seed))
     if complete is not None:
         writer.close(complete=complete)

@@ -81,8 +81,8 @@ def loaded_reads(graph: Graph, node: Node) -> Iterator[Node]:
 
 
 def indices_read(graph: Graph, node: Node) -> Iterator[Node]:
-    for name, values in graph.evidence.batch.settings.items():
-        yield Node(kind="option", name=name, step=node.step, values=values)
+    for (loader, setting), values in graph.evidence.batch.settings.items():
+        yield Node(kind="option", name=f"{setting} of {loader}", step=node.step, values=values)
     yield from moved_before(graph)
 
 
@@ -103,7 +103,7 @@ def _loader_of(graph: Graph) -> str:
     first, settings = graph.evidence.batch.first_index, graph.evidence.batch.settings
     if first is not None:
         return first[0]
-    return next((name.rpartition(" of ")[2] for name in settings), "the loader")
+    return next((loader for loader, _ in settings), "the loader")
 
 
 # what to say
@@ -169,7 +169,7 @@ def batch(graph: Graph, walk: Walk) -> Explanation:
         no op caused it. The sampler drew the same indices in the same order, so sort the files or
         samples that the data set lists.
     """
-    if any(name.startswith("batch_size") for name in graph.evidence.batch.settings):
+    if any(setting == "batch_size" for _, setting in graph.evidence.batch.settings):
         return Explanation(cause="settings", advice=because(graph, "Use the reference's batch size"))
     is_other_content = _data_change(graph) in _OTHER_CONTENT
     return Explanation(cause="data_content" if is_other_content else "data_order", advice=_advise(graph))
@@ -181,7 +181,7 @@ def _data_change(graph: Graph) -> DataChange:
         return "transformed"
     if graph.has_equal_samples or batch.indices == "reordered":
         return "reordered"
-    if any(name.startswith("length of the data set") for name in batch.settings):
+    if any(setting == "length of the data set" for _, setting in batch.settings):
         return "other data set"
     if batch.indices == "same":
         return "made otherwise" if batch.found_at is None else "listed otherwise"
@@ -209,7 +209,7 @@ def batch_lines(graph: Graph) -> list[str]:
     tensors = [item for item in graph.sources if item.divergence.phase == "data"]
     if not tensors:
         return []
-    names = [source_name(item) for item in tensors if item.role != "samples"]
+    names = [source_name(item) for item in tensors if item.site.role != "samples"]
     known = [f"different bits in {listed(names) or 'its samples'}", *_of_batch(graph)]
     return [*(f"batch: {one}" for one in known), *(f"loader: {one}" for one in _of_loader(graph))]
 
@@ -226,8 +226,8 @@ def because(graph: Graph, todo: str) -> str:
 def _of_loader(graph: Graph) -> list[str]:
     settings = graph.evidence.batch.settings
     return [
-        f"{name} is {reference} in the reference and {current} in the current run"
-        for name, (reference, current) in settings.items()
+        f"{setting} of {loader} is {reference} in the reference and {current} in the current run"
+        for (loader, setting), (reference, current) in settings.items()
     ]
 
 

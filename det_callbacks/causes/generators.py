@@ -15,7 +15,6 @@ from det_callbacks.runs.evidence import (
     DRAWING,
     LOADER,
 )
-from det_callbacks.runs.program import AFTER_STEP
 from det_callbacks.text import capitalised, listed
 
 RESUME_EXACTLY = (
@@ -50,7 +49,7 @@ _WITHIN_STEP = (BATCH_START, AFTER_FORWARD, AFTER_BACKWARD, BATCH_END)
 def moved_within(graph: Graph) -> Iterator[Node]:
     """Yield the generators that moved otherwise within the step; which op drew from them was not recorded."""
     step = graph.difference.step
-    of_row = {row: (graph.difference.site(row).name or "").removesuffix(AFTER_STEP) for row in graph.drawn_within}
+    of_row = {row: graph.difference.site(row).of for row in graph.drawn_within}
     found = {change.name: change for change in graph.evidence.generators}
     for name in of_row.values():
         yield generator_node(found[name], is_proven=False) if name in found else _unknown(name, step)
@@ -256,7 +255,7 @@ def what_ran(points: Sequence[str], evidence: Evidence) -> Iterator[str]:
 def users_of(hook: str, evidence: Evidence, *orders: str) -> Iterator[str]:
     """Yield "A.on_train_start", "B.on_train_start" for the callbacks with a hook, called before or after ours."""
     for order in orders:
-        names = evidence.hooks.get(f"{order} {hook}", "")
+        names = evidence.hooks.get((hook, order), "")
         yield from (f"{name}.{hook}" for name in names.split(", ") if name)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from det_callbacks.compare.differences import RowDifference, StepDifference
 from det_callbacks.compare.evidence import Evidence, GeneratorChange
 from det_callbacks.runs.evidence import AFTER_BACKWARD, AFTER_FORWARD, BATCH_END, BATCH_START
-from det_callbacks.runs.program import Program, is_further
+from det_callbacks.runs.program import Program
 from det_callbacks.verdict import Cause, EnvironmentDifference, TrailKind
 
 _WITHIN_STEP = (AFTER_FORWARD, AFTER_BACKWARD, BATCH_END)
@@ -57,6 +57,7 @@ class Explanation:
     cause: Cause
     text: str = ""  # what differs and where it starts; "" for ``explain_first``
     advice: str = ""
+    setting: str = ""  # name of the setting that the text begins with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,8 +146,8 @@ class Graph:
     @cached_property
     def initial_names(self) -> list[str]:
         rows = np.flatnonzero(self.difference.is_leading & (self.difference.roles == "named")).tolist()
-        names = [self.difference.site(row).name or "" for row in rows if self.is_state(row)]
-        return [name for name in names if not is_further(name)]
+        sites = [self.difference.site(row) for row in rows if self.is_state(row)]
+        return [site.name or "" for site in sites if site.subject != "further"]
 
     def is_state(self, row: int) -> bool:
         """Return whether a row is a tensor of the state as the step found it: listed before it, or read first."""
@@ -157,8 +158,8 @@ class Graph:
     @property
     def further(self) -> list[str]:
         """Names of differing state that belongs to neither model nor optimizers."""
-        names = (source.divergence.name or "" for source in self.sources)
-        return list(dict.fromkeys(filter(is_further, names)))
+        names = (source.site.name or "" for source in self.sources if source.site.subject == "further")
+        return list(dict.fromkeys(names))
 
     @property
     def has_equal_samples(self) -> bool:
@@ -167,7 +168,7 @@ class Graph:
         If the sampler drew the same indices and only some tensors differ, labels were swapped.
         """
         difference = self.difference
-        tensors = [one for one in self.sources if one.divergence.phase == "data" and one.role != "samples"]
+        tensors = [one for one in self.sources if one.divergence.phase == "data" and one.site.role != "samples"]
         # a digest of its samples without their order follows each tensor
         after = [tensor.row + 1 for tensor in tensors]
         samples = [row < len(difference.roles) and difference.roles[row] == "samples" for row in after]

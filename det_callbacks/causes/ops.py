@@ -8,7 +8,6 @@ from det_callbacks.causes.sentences import place
 from det_callbacks.causes.settings import explaining_setting
 from det_callbacks.causes.states import bits_at
 from det_callbacks.compare.differences import RowDifference
-from det_callbacks.runs.program import COLLECTIVES, is_further
 from det_callbacks.text import count, listed
 from det_callbacks.verdict import Cause
 
@@ -122,10 +121,10 @@ def _cause_of_input(graph: Graph) -> Cause | None:
     name = source.divergence.name
     if name is None:
         return "unknown"
-    if is_further(name):
+    if source.site.subject == "further":
         return None  # in the first step a setting explains it, or it is initial state
-    if is_of_parameter(source):
-        return "unknown" if name.startswith("grad of ") else "optimizer"
+    if _is_of_parameter(source):
+        return "unknown" if source.site.subject == "gradient" else "optimizer"
     if graph.is_first_seen and not graph.is_after_gap:
         return "initial_weights"
     return _OF_PHASE.get(graph.difference.first_reader(source.row), "unknown")
@@ -161,12 +160,12 @@ def first_difference(graph: Graph, walk: Walk) -> Explanation:
 def cause_of_first(graph: Graph) -> Cause:
     """Return the phase of the origin, or of the first difference if there is no origin."""
     first = graph.first
-    if graph.origin is None and first.role in ("delivered", "graph_output"):
+    if graph.origin is None and first.site.role in ("delivered", "graph_output"):
         return "unknown"  # the other ranks know more of a collective: ``compare/collectives.py``
-    if graph.origin is None and first.role == "named" and first.divergence.phase == "state":
+    if graph.origin is None and first.site.role == "named" and first.divergence.phase == "state":
         return _cause_of_state_left(graph)
     found = graph.leading
-    if found.divergence.op.startswith(COLLECTIVES):
+    if found.site.is_collective:
         return "collective"
     if graph.starts_backward or _is_between_passes(graph):
         return "backward"
@@ -177,7 +176,7 @@ def _cause_of_state_left(graph: Graph) -> Cause:
     """Return the cause of state that only differs after the step: the optimizer owns what has a gradient."""
     reference, current = graph.gradients
     gradients = {*reference, *current}
-    if is_of_parameter(graph.first) or f"grad of {graph.first.divergence.name}" in gradients:
+    if _is_of_parameter(graph.first) or f"grad of {graph.first.divergence.name}" in gradients:
         return "optimizer"
     return "forward" if gradients else "unknown"
 
@@ -193,12 +192,9 @@ def _is_between_passes(graph: Graph) -> bool:
     return passes == ["forward", "backward"]
 
 
-def is_of_parameter(finding: RowDifference) -> bool:
+def _is_of_parameter(difference: RowDifference) -> bool:
     """Return whether a tensor is a gradient or a state of a parameter."""
-    name, module = finding.divergence.name or "", finding.divergence.module
-    if not name or not module:
-        return " of " in name
-    return not name.startswith(f"{module}.")
+    return difference.site.subject in ("gradient", "state")
 
 
 def advise_lost_value(graph: Graph) -> str:
@@ -213,7 +209,7 @@ def advise_lost_value(graph: Graph) -> str:
 def _may_be_python_value(graph: Graph) -> bool:
     if not graph.sources:
         return graph.leading.divergence.kind in ("argument", "missing", "extra")
-    are_unnamed = all(one.role == "input" and one.divergence.name is None for one in graph.sources)
+    are_unnamed = all(one.site.role == "input" and one.divergence.name is None for one in graph.sources)
     return are_unnamed and not graph.difference.current.program.leaves_out_ops
 
 

@@ -7,7 +7,7 @@ from det_callbacks.causes.graph import Explanation, Graph, Walk
 from det_callbacks.causes.ops import cause_of_first
 from det_callbacks.causes.sentences import place, side_of, site_text
 from det_callbacks.compare.differences import recomputed_otherwise
-from det_callbacks.runs.program import COLLECTIVES, Program, StepView
+from det_callbacks.runs.program import Program, StepView
 from det_callbacks.text import listed
 
 Side = Literal["reference", "current run"]
@@ -120,7 +120,7 @@ def _starts_recomputed(graph: Graph) -> bool:
     program, position = graph.difference.side(graph.first.row)
     readers, read = program.edges
     readers_of_first = [at for at in readers[read == position].tolist() if program.sites[at].op]
-    is_state = graph.first.role == "generator" and bool(readers_of_first)
+    is_state = graph.first.site.role == "generator" and bool(readers_of_first)
     return program.sites[readers_of_first[0] if is_state else position].recomputed
 
 
@@ -182,9 +182,8 @@ def collective_in_one_run(graph: Graph, walk: Walk) -> Explanation | None:
     programs = difference.reference.program, difference.current.program
     ops = [{row.site.op for row in program.rows} for program in programs]
     in_one_run = (row for row, kind in difference.kinds.items() if kind in ("missing", "extra"))
-    row = next(
-        (row for row in in_one_run if _is_collective(op := difference.site(row).op) and op not in ops[0] & ops[1]), None
-    )
+    collectives = (row for row in in_one_run if difference.site(row).is_collective)
+    row = next((row for row in collectives if difference.site(row).op not in ops[0] & ops[1]), None)
     if row is None:
         return None
     found = difference.describe(row)
@@ -195,10 +194,6 @@ def collective_in_one_run(graph: Graph, walk: Walk) -> Explanation | None:
         advice=f"Check what skips it in the {other}: a call of model.module instead of the wrapper "
         "(DistributedDataParallel), no_sync(), or a condition",
     )
-
-
-def _is_collective(op: str) -> bool:
-    return op.startswith(COLLECTIVES)
 
 
 def compiled_graph(graph: Graph, walk: Walk) -> Explanation | None:
@@ -214,7 +209,7 @@ def compiled_graph(graph: Graph, walk: Walk) -> Explanation | None:
         shows the reason. To find the op, record step 12 of both runs with compiled="eager" and
         only_steps=[12] (on the command line: --compiled=eager --only-steps=12).
     """
-    if graph.origin is None or graph.origin.role != "graph":
+    if graph.origin is None or graph.origin.site.role != "graph":
         return None
     step = graph.difference.step
     return Explanation(

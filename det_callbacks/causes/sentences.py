@@ -7,7 +7,8 @@ import numpy as np
 from det_callbacks.causes.graph import Graph
 from det_callbacks.compare.differences import RowDifference, Start
 from det_callbacks.runs.evidence import BATCH_START
-from det_callbacks.runs.program import AFTER_STEP, READS, REGION, TensorLayout, describe_tensor, reads_expanded
+from det_callbacks.runs.program import AT_END, PASSED, TensorLayout, describe_tensor, reads_expanded
+from det_callbacks.runs.source_text import place_and_function
 from det_callbacks.text import listed
 from det_callbacks.verdict import Divergence, EnvironmentDifference
 
@@ -40,7 +41,7 @@ def _where_it_starts(difference: RowDifference) -> str:
         return "one of its inputs differs"
     if divergence.is_origin is None:
         return f"{_UNPROVEN[difference.start]}, so the verdict cannot say where the difference starts"
-    if divergence.op.startswith(REGION):
+    if difference.site.is_region:
         return "the inputs of the compiled region match, so the difference starts inside it"
     if difference.is_rewired:
         return "it reads different tensors than in the reference, and those match, so the difference starts here"
@@ -55,7 +56,7 @@ def _how_it_differs(difference: RowDifference) -> str:
             shown.append("a dropout keeps an element with probability p")
         called = f"was called with different arguments ({listed(shown, '; ')})"
         return called if difference.layouts is None else f"{called} and produced {both_layouts(difference.layouts)}"
-    if divergence.kind == "structure" and difference.role == "graph":
+    if divergence.kind == "structure" and difference.site.role == "graph":
         return "differs, because of a recompilation, a graph break or different code"
     if divergence.kind == "structure" and difference.layouts is not None:
         if (broadcast := _how_broadcast(difference)) is not None:
@@ -66,7 +67,7 @@ def _how_it_differs(difference: RowDifference) -> str:
     if divergence.kind in ("missing", "extra"):
         return f"{'ran' if divergence.op else 'is'} only in the {side_of(divergence)}"
     verb = "produced" if divergence.op else "has"
-    return f"{_VERBS.get(difference.role, verb) if divergence.kind == 'content' else verb} different bits"
+    return f"{_VERBS.get(difference.site.role, verb) if divergence.kind == 'content' else verb} different bits"
 
 
 def _how_broadcast(difference: RowDifference) -> str | None:
@@ -101,7 +102,7 @@ def site_text(divergence: Divergence) -> str:
 
 def source_text(lines: Sequence[str]) -> str:
     """Return " (train.py:41, forward)"; "" if no line is known."""
-    line, _, function = lines[0].rpartition(" in ") if lines else ("", "", "")
+    line, function = place_and_function(lines[0]) if lines else ("", "")
     if not line:
         return f" ({function})" if function else ""
     return f" ({line}, {function})"
@@ -127,7 +128,7 @@ def source_name(difference: RowDifference) -> str:
     if divergence.name is None:
         where = f"in {_module(divergence.module)}" if divergence.module else "in no submodule"
         return f"a tensor read {where}{source_text(divergence.source)}"
-    is_generator_of_an_op = difference.role == "generator" and divergence.name.startswith("generator ")
+    is_generator_of_an_op = difference.site.part == PASSED
     line = f" at {divergence.source[0]}" if divergence.source and is_generator_of_an_op else ""
     return f"{divergence.name}{line}"
 
@@ -140,7 +141,8 @@ def reads_another_part(layouts: Layouts) -> bool:
     reference, current = layouts
     if reference is None or current is None or (reference.dtype, reference.shape) != (current.dtype, current.shape):
         return False
-    return reference.detail != current.detail and f"{reference.detail}{current.detail}".startswith(READS)
+    is_part = any(one.part_read is not None for one in (reference, current))
+    return reference.detail != current.detail and is_part
 
 
 def what_differs(layouts: Layouts) -> str:
@@ -165,7 +167,7 @@ def both_layouts(layouts: Layouts) -> str:
     ):
         shown = [f"{describe_tensor(one)} with strides {list(one.stride)}" for one in (reference, current)]
         if reads_another_part(layouts):
-            shown = [one.detail.removeprefix(READS) or "in order from element 0" for one in (reference, current)]
+            shown = [one.part_read or "in order from element 0" for one in (reference, current)]
     return f"{shown[0]} in the reference, {shown[1]} in the current run"
 
 
@@ -205,13 +207,13 @@ def explain_first(graph: Graph) -> str:
 
 def _explain_sources(graph: Graph) -> str:
     phase = graph.sources[0].divergence.phase
-    named = [one for one in graph.sources if one.divergence.phase == phase and one.role != "samples"]
+    named = [one for one in graph.sources if one.divergence.phase == phase and one.site.role != "samples"]
     others = [one.divergence.phase for one in graph.sources if one.divergence.phase != phase]
     what = how_it_entered(phase, named or graph.sources[:1], graph)
     if phase == "input":
         what += _who_produced(graph)
         return f"{place(graph)}: {what}{also_differ(others)}"
-    if (graph.first.divergence.name or "").endswith(AFTER_STEP):
+    if graph.first.site.part == AT_END:
         cause = "everything before it in the step matches"
     elif phase == "rng" and _is_set_in_step(graph):
         has_drawn = any(site.op for site in graph.difference.sites_read(graph.first.row))
@@ -277,7 +279,7 @@ def also_differ(phases: Sequence[str]) -> str:
 
 def _is_set_in_step(graph: Graph) -> bool:
     """Return whether a generator that an op draws from matched when the step started."""
-    if graph.first.role == "generator" and graph.difference.sites_read(graph.first.row):
+    if graph.first.site.role == "generator" and graph.difference.sites_read(graph.first.row):
         return True  # an earlier state in the step matches
     names = {source.divergence.name for source in graph.sources if source.divergence.phase == "rng"}
     start = graph.difference.step, BATCH_START

@@ -5,8 +5,15 @@ from collections.abc import Callable, Iterator, Sequence
 from det_callbacks.causes.graph import Explanation, Graph, Node, Walk
 from det_callbacks.causes.sentences import both_values, explain_first, explained_by
 from det_callbacks.compare.evidence import OptionChange
-from det_callbacks.runs.environment import CONFIGURATION, DTYPES, INDUCTOR, VALIDATION, VARIABLE, earlier_choice
-from det_callbacks.runs.program import is_further
+from det_callbacks.runs.environment import (
+    CONFIGURATION,
+    DTYPES,
+    INDUCTOR,
+    VALIDATION,
+    VARIABLE,
+    earlier_choice,
+    item_of,
+)
 from det_callbacks.text import capitalised, listed
 from det_callbacks.verdict import EnvironmentDifference
 
@@ -28,6 +35,7 @@ def setting(graph: Graph, walk: Walk) -> Explanation:
     """
     return Explanation(
         cause="settings",
+        setting=walk.root.name,
         text=explained_by(walk.root.name, walk.root.values, explain_first(graph)),
         advice="Use the reference's value, or record the reference again",
     )
@@ -122,9 +130,13 @@ def model_setting(graph: Graph) -> EnvironmentDifference | None:
         return None
     if not (graph.is_other_call or graph.draws_in_step):
         return None
-    options = [(one.reference, one.current) for one in graph.choices if not one.name.startswith(_OF_MODEL)]
-    of_model = (one for one in graph.choices if one.name.startswith(_OF_MODEL))
+    options = [(one.reference, one.current) for one in graph.choices if not _is_of_model(one)]
+    of_model = filter(_is_of_model, graph.choices)
     return next((one for one in of_model if (one.reference, one.current) not in options), None)
+
+
+def _is_of_model(choice: EnvironmentDifference) -> bool:
+    return any(item_of(choice.name, group) is not None for group in _OF_MODEL)
 
 
 def begun_before(what: str, step: int, choices: Sequence[EnvironmentDifference]) -> str:
@@ -138,7 +150,7 @@ def begun_before(what: str, step: int, choices: Sequence[EnvironmentDifference])
 
 def _affects(graph: Graph, choice: EnvironmentDifference) -> bool:
     """Return whether a setting affects rows such as the leading difference."""
-    affects = (known for prefix, known in _AFFECTS if choice.name.startswith(prefix))
+    affects = (known for group, known in _AFFECTS if item_of(choice.name, group) is not None)
     return next(affects, _runs_between)(graph, choice)
 
 
@@ -157,8 +169,8 @@ def _divides_loss(graph: Graph, choice: EnvironmentDifference) -> bool:
 
 
 def _updates(graph: Graph, choice: EnvironmentDifference) -> bool:
-    first, leading = graph.first.divergence, graph.leading.divergence
-    if first.phase == "state" and is_further(first.name or ""):
+    leading = graph.leading.divergence
+    if graph.first.site.subject == "further":
         return choice.name == "optimizer.lr_scheduler" or _is_copied_from(graph, choice.name)
     if leading.phase in ("optimizer", "state"):
         return _casts(graph, choice)
@@ -178,9 +190,8 @@ def _updates_by_closure(graph: Graph, choice: EnvironmentDifference) -> bool:
 
 def _is_copied_from(graph: Graph, option: str) -> bool:
     """Return whether the first difference is a value that a scheduler copied from an option: base_lrs from lr."""
-    first = graph.first.divergence
-    _, _, value = (first.name or "").partition(": ")
-    return first.kind == "content" and option.rpartition(".")[2] in value
+    first = graph.first
+    return first.divergence.kind == "content" and option.rpartition(".")[2] in first.site.part
 
 
 def _splits_sums(graph: Graph, choice: EnvironmentDifference) -> bool:

@@ -16,7 +16,7 @@ from det_callbacks.causes.settings import begun_before, dtype_setting, explainin
 from det_callbacks.compare.differences import RowDifference
 from det_callbacks.runs.environment import earlier_choice
 from det_callbacks.runs.evidence import AFTER, BATCH_END, BATCH_START, BEFORE, DRAWING, LOADER
-from det_callbacks.runs.program import GRAPH, REGION, UNWRITTEN, Site, StepView, TensorLayout, describe_tensor
+from det_callbacks.runs.program import GRAPH, UNWRITTEN, Site, StepView, TensorLayout, describe_tensor
 from det_callbacks.text import listed
 
 # the names of nodes that nothing recorded explains
@@ -147,7 +147,10 @@ def _build_alike(graph: Graph) -> str:
         )
     state = [source.divergence for source in graph.sources if source.divergence.phase == "state"]
     if any(one.kind != "content" for one in state):
-        return "Some tensors have a different name, shape or dtype, or exist in one run only, so build the same model"
+        return (
+            "Some tensors have a different name, shape or dtype, or exist in one run only, so build the same model, "
+            "and give the optimizer the same parameters"
+        )
     of_several = [name for name in names if name in {one.name for one in state if prod(one.shape or ()) != 1}]
     # one element is always equal to itself, so it says nothing beside others
     random = [name for name in of_several if name not in graph.evidence.constants] if of_several else names
@@ -331,9 +334,9 @@ def _changed_between_steps(graph: Graph) -> list[str]:
     if not graph.sources or not _sees_all_ops(graph, before=graph.sources[0].row):
         return []
     first = graph.sources[0]
-    if first.role != "input" or first.divergence.name is None:
+    if first.site.role != "input" or first.divergence.name is None:
         return []
-    names = (one.divergence.name for one in graph.sources if one.role == "input")
+    names = (one.divergence.name for one in graph.sources if one.site.role == "input")
     return list(dict.fromkeys(name for name in names if name is not None))
 
 
@@ -352,7 +355,7 @@ def is_changed_in_step(graph: Graph) -> bool:
     first = graph.first
     if first.start == "written since":
         return first.divergence.phase in ("state", "gradient")
-    if first.start != "not recorded" or first.role != "named" or first.divergence.kind != "content":
+    if first.start != "not recorded" or first.site.role != "named" or first.divergence.kind != "content":
         return False
     is_tensor = first.divergence.phase == "state" and first.divergence.dtype not in _NUMBERS
     read = graph.difference.sites_read(first.row)
@@ -415,7 +418,7 @@ def _sees_all_ops(graph: Graph, *, before: int) -> bool:
 
 
 def _is_opaque(site: Site) -> bool:
-    return site.role in _OPAQUE_ROLES or site.op.startswith(REGION)
+    return site.role in _OPAQUE_ROLES or site.is_region
 
 
 def _ran_between_steps(graph: Graph) -> str:

@@ -10,7 +10,7 @@ from det_callbacks.causes import data, generators, ops, programs, settings, stat
 from det_callbacks.causes.graph import Explanation, Graph, Node, Walk
 from det_callbacks.causes.sentences import explain_first
 from det_callbacks.compare.metrics import MetricDifference
-from det_callbacks.runs.program import AFTER_STEP, COLLECTIVES, REGION, UNWRITTEN, Site
+from det_callbacks.runs.program import UNWRITTEN, Site
 from det_callbacks.verdict import Divergence, TrailEntry, TrailKind
 
 MAX_NODES = 12  # more than any walk has; it could only be longer by a cycle
@@ -82,10 +82,10 @@ def trail_of_metric(metric: MetricDifference) -> tuple[TrailEntry, ...]:
 
 
 def _row_node(graph: Graph, row: int, *, is_proven: bool = True) -> Node:
-    divergence = graph.difference.describe(row)
+    divergence, site = graph.difference.describe(row), graph.difference.site(row)
     return Node(
-        kind=_kind_of(graph.difference.site(row)),
-        name=_name_of(divergence),
+        kind=_kind_of(site),
+        name=_name_of(site, divergence),
         step=divergence.step,
         moment=divergence.phase,
         values=(divergence.reference_digest, divergence.current_digest),
@@ -99,9 +99,9 @@ def _kind_of(site: Site) -> TrailKind:
         return "generator"
     if site.phase == "data":
         return "batch"
-    if site.role in ("sent", "delivered") or site.op.startswith(COLLECTIVES):
+    if site.role in ("sent", "delivered") or site.is_collective:
         return "collective"
-    if site.role in ("graph", "region_input", "graph_output") or site.op.startswith(REGION):
+    if site.role in ("graph", "region_input", "graph_output") or site.is_region:
         return "region"
     if site.op or (site.role == "named" and site.phase in ("forward", "other")):
         return "op"
@@ -110,9 +110,11 @@ def _kind_of(site: Site) -> TrailKind:
     return "outside" if site.name is None else "state"
 
 
-def _name_of(divergence: Divergence) -> str:
+def _name_of(site: Site, divergence: Divergence) -> str:
+    if site.subject == "generator":
+        return site.of
     if divergence.name is not None:
-        return divergence.name.removesuffix(AFTER_STEP)
+        return divergence.name
     where = f" in {divergence.module}" if divergence.module not in ("", "?") else ""
     return f"{divergence.op}{where}" if divergence.op else "a tensor that no recorded op made"
 

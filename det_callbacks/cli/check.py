@@ -201,7 +201,7 @@ def _varied(script: Script, name: str, run: Run, seed: str) -> Script:
         steps = run.rank(0).steps(0)
         window = read_window(run, 0, 0, int(steps[0])) if len(steps) else None
         noted = {} if window is None else window.settings
-        before = sorted({text for name, text in noted.items() if name.startswith("num_workers of ")})
+        before = sorted({text for (_, setting), text in noted.items() if setting == "num_workers"})
         # a script without a torch DataLoader fails
         variables[NUM_WORKERS] = now = "0" if before and before != ["0"] else "2"
         change = f"{now} instead of {' and '.join(before) or 'none'}"

@@ -164,7 +164,7 @@ def _begins(difference: StepDifference, row: int, before: str, *, is_unrestored:
     if start == "outside" and site.phase not in ("data", "rng"):
         # the writer of a bucket of gradients, or of gathered parameters, is unknown
         if site.name:
-            is_exchanged = site.name.startswith("grad of ")
+            is_exchanged = site.subject == "gradient"
         else:
             is_exchanged = is_unread or site.module == "?"
         is_after_gap = before == "unrecorded" and site.phase != "state"

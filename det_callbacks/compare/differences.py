@@ -12,10 +12,10 @@ from det_callbacks.compare.align import Alignment
 from det_callbacks.compare.arguments import ArgumentDifference, other_arguments
 from det_callbacks.digest.host import format_digest
 from det_callbacks.runs.program import (
-    AFTER_STEP,
+    AT_END,
     IN_FLIGHT,
     MISSES_PARAMETERS,
-    REGION,
+    PASSED,
     UNWRITTEN,
     Program,
     Site,
@@ -66,7 +66,7 @@ class RowDifference:
 
     divergence: Divergence
     row: int
-    role: str
+    site: Site
     start: Start
     is_rewired: bool = False  # the op reads different tensors than in the reference
     layouts: tuple[TensorLayout | None, TensorLayout | None] | None = None  # of both steps, where they differ
@@ -172,7 +172,7 @@ class StepDifference:
         return RowDifference(
             divergence=self.describe(row),
             row=row,
-            role=self.site(row).role,
+            site=self.site(row),
             start=self.start(row),
             is_rewired=self._is_rewired(row),
             layouts=layouts,
@@ -245,10 +245,10 @@ class StepDifference:
     def _lines_of_reader(self, row: int) -> tuple[str, ...]:
         """Return the lines of the only op that reads a generator, or made the output of a gradient."""
         program, position = self.side(row)
-        sites, module, name = program.sites, program.sites[position].module, program.sites[position].name or ""
-        given = [position] if sites[position].role == "generator" and name.startswith("generator ") else []
-        if name.startswith("grad of output") and sites[position].phase == "backward":
-            outputs = [one for one in sites if one.module == module and name == f"grad of {one.name}"]
+        sites, site = program.sites, program.sites[position]
+        given = [position] if site.subject == "generator" and site.part == PASSED else []
+        if site.subject == "gradient" and site.phase == "backward" and not site.op:
+            outputs = [one for one in sites if (one.module, one.subject, one.of) == (site.module, "tensor", site.of)]
             given = [*outputs[0].inputs] if len(outputs) == 1 else []
         readers = program.edges[0][np.isin(program.edges[1], given)].tolist() if given else []
         found = {sites[at].source for at in readers if sites[at].op and sites[at].phase != "backward"}
@@ -327,7 +327,7 @@ class StepDifference:
         is_found = site.phase == "state" and bool(self.is_leading[row])
         if not site.op and (site.role in _SOURCE_ROLES or site.phase in _SOURCE_PHASES or is_found):
             return "outside"
-        if site.op and not site.op.startswith(REGION) and any(read.role == "graph" for read in self.sites_read(row)):
+        if site.op and not site.is_region and any(read.role == "graph" for read in self.sites_read(row)):
             return "inside a region"
         # the recorded writers of a named tensor left different bits
         if not site.op and site.role == "named" and kind == "content" and any(one.op for one in self.sites_read(row)):
@@ -342,7 +342,7 @@ class StepDifference:
             return "graph replay"
         if not site.op:
             return "not recorded"
-        if site.op.startswith(REGION) and any(MISSES_PARAMETERS in read.arguments for read in self.sites_read(row)):
+        if site.is_region and any(MISSES_PARAMETERS in read.arguments for read in self.sites_read(row)):
             return "region parameters"
         # the writer of an input of a collective or region matches, so an unseen write changed it
         is_given = site.role == "region_input" or (site.role == "sent" and kind in ("content", "structure"))
@@ -361,7 +361,7 @@ class StepDifference:
         checked = self.current.checked
         if checked is None or self.kinds[row] not in ("content", "structure"):
             return True
-        return self.pairs[row][1] in checked or self.site(row).op.startswith(REGION)
+        return self.pairs[row][1] in checked or self.site(row).is_region
 
     @property
     def unread(self) -> str:
@@ -407,10 +407,10 @@ class StepDifference:
     def rows_after_step(self) -> list[int]:
         """The differing rows of generators at the end of the step."""
         rows = np.flatnonzero(self.differs & (self.roles == "generator")).tolist()
-        return [row for row in rows if (self.site(row).name or "").endswith(AFTER_STEP)]
+        return [row for row in rows if self.site(row).part == AT_END]
 
     def _is_of_host(self, row: int) -> bool:
-        return (self.site(row).name or "").removesuffix(AFTER_STEP) in _HOST_GENERATORS
+        return self.site(row).of in _HOST_GENERATORS
 
     def _begin_row(self, row: int) -> int:
         """Return the row of a generator at the start of the step, given its row at the end."""
@@ -475,7 +475,7 @@ def _readable_sites(program: Program) -> np.ndarray:
     """Return, bool by position, whether Python may read it: a number, the batch, Python's generators."""
     is_readable: np.ndarray = (program.roles == "value") | (program.phases == "data")
     for position in np.flatnonzero(program.roles == "generator").tolist():
-        is_readable[position] |= program.sites[position].name in _HOST_GENERATORS
+        is_readable[position] |= program.sites[position].of in _HOST_GENERATORS and not program.sites[position].part
     return is_readable
 
 

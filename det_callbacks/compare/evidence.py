@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from itertools import dropwhile, zip_longest
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -14,23 +14,11 @@ import pyarrow as pa
 from det_callbacks.compare.differences import StepDifference
 from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.runs.evidence import (
-    BATCH,
     BATCH_START,
-    CALLBACKS,
-    CONSTANTS,
-    IN_OPTIMIZER,
-    INDICES,
     KIND_OF_SAMPLER,
-    LOADER,
-    OPTIONS,
-    PARAMETERS,
-    SAMPLE,
-    SCRIPTED,
-    SEED,
-    START,
-    UNSEEN_WRITE,
-    VALUES,
-    Row,
+    OF_BATCH,
+    EvidenceKind,
+    EvidenceRow,
     evidence_path,
     read_evidence,
 )
@@ -43,39 +31,43 @@ MAX_SEARCHED = 4
 MIN_FOUND = 0.75
 """The share that is enough, because a sketch may leave one out."""
 
-_SAMPLER = "sampler of "  # prefix of the name of a loader's setting
-_AS_LOADED = " as loaded"  # suffix of the names of tensors that were changed between the loader and the step
+_RECENT = OF_BATCH | {"generator", "seed"}
+"""The kinds of which a window keeps the rows since the last step that certainly matches."""
+
+Part: TypeAlias = tuple[str, str]
+"""What a row is of, and which part of it: ("train_dataloader", "num_workers")."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
     """The evidence of one run after the last step that certainly matches."""
 
-    rows: tuple[Row, ...]
-    settings: Mapping[str, str]  # settings of the loaders: "num_workers of train_dataloader" -> "2"
-    hooks: Mapping[str, str]  # "before on_train_batch_end" -> the callbacks called before ours
+    rows: tuple[EvidenceRow, ...]
+    settings: Mapping[Part, str]  # settings of the loaders: ("train_dataloader", "num_workers") -> "2"
+    hooks: Mapping[Part, str]  # ("on_train_batch_end", "before") -> the callbacks called before ours
     constants: frozenset[str] = frozenset()  # initial tensors that hold a single value
-    options: Mapping[str, tuple[int, str]] = field(default_factory=dict)  # "lr of group 0" -> since which step, JSON
-    changed_options: frozenset[str] = frozenset()  # those that have had another value
+    options: Mapping[Part, tuple[int, str]] = field(default_factory=dict)  # ("group 0", "lr") -> since which step, JSON
+    changed_options: frozenset[Part] = frozenset()  # those that have had another value
     starts: Mapping[str, int] = field(default_factory=dict)  # digest of each generator's first state
     scripted: tuple[str, ...] = ()  # modules that are, or contain, TorchScript
     optimizers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # "0" -> the parameters that it trains
 
-    def batch(self, step: int) -> dict[str, Row]:
-        return {row.name: row for row in self.rows if row.step == step and row.point == BATCH}
+    def of_batch(self, kind: EvidenceKind, step: int) -> dict[str, EvidenceRow]:
+        """Return the rows of a kind on the batch of a step, by what they are of."""
+        return {row.of or row.part: row for row in self.rows if (row.step, row.kind) == (step, kind)}
 
     def samples(self, step: int) -> list[int]:
         """Return the digests of the samples in a step's batch."""
-        return [row.value for name, row in self.batch(step).items() if name.startswith(SAMPLE)]
+        return [row.value for row in self.of_batch("sample", step).values()]
 
-    def states(self, name: str, step: int) -> list[Row]:
+    def states(self, name: str, step: int) -> list[EvidenceRow]:
         """Return the states of a generator up to the end of a step."""
-        return [row for row in self.rows if row.name == name and row.point != BATCH and row.step <= step]
+        return [row for row in self.rows if (row.kind, row.of) == ("generator", name) and row.step <= step]
 
     def seed(self, name: str, place: tuple[int, str]) -> int | None:
-        """Return the first seed of a generator that was recorded at or after (step, point)."""
+        """Return the first seed of a generator that was recorded at or after (step, moment)."""
         rows = dropwhile(lambda row: row[:2] != place, self.rows)
-        return next((row.value for row in rows if row.name == SEED + name), None)
+        return next((row.value for row in rows if (row.kind, row.of) == ("seed", name)), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +104,7 @@ class BatchChange:
     num_samples: int = 0  # that the current run recorded of the batch
     num_same: int = 0  # of these, the ones that the reference's batch of the same step has
     first_index: tuple[str, int, str, str] | None = None  # loader, position in the batch, both indices
-    settings: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # settings of the loaders that differ
+    settings: Mapping[Part, tuple[str, str]] = field(default_factory=dict)  # settings of the loaders that differ
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +125,7 @@ class Evidence:
     generators: tuple[GeneratorChange, ...] = ()
     idle: tuple[GeneratorChange, ...] = ()  # of generators from which nothing drew
     batch: BatchChange = BatchChange()
-    hooks: Mapping[str, str] = field(default_factory=dict)  # hooks of the current run, see ``Window``
+    hooks: Mapping[Part, str] = field(default_factory=dict)  # hooks of the current run, see ``Window``
     constants: frozenset[str] = frozenset()  # initial tensors that are constant in both runs
     options: tuple[OptionChange, ...] = ()
     scripted: tuple[str, ...] = ()  # TorchScript modules of the current run
@@ -202,15 +194,14 @@ def _is_loaded_alike(reference: tuple[Window, StepView], current: tuple[Window, 
 
 
 def _changed_after_loading(window: Window, view: StepView) -> dict[str, int]:
-    """Return the digests of the tensors as loaded that the run changed afterwards: "batch[0] as loaded" -> bits."""
-    rows = window.batch(view.record.step)
-    return {name: row.value for name, row in rows.items() if name.endswith(_AS_LOADED)}
+    """Return the digests of the tensors as loaded that the run changed afterwards."""
+    return {name: row.value for name, row in window.of_batch("loaded", view.record.step).items()}
 
 
 def _given_batch(view: StepView) -> dict[str, int]:
-    """Return the digests of the batch that a step got, by the names that tensors have as loaded."""
+    """Return the digests of the batch that a step got, by name."""
     sites = zip(view.program.sites, view.record.digests.tolist(), strict=True)
-    return {f"{site.name}{_AS_LOADED}": bits for site, bits in sites if (site.phase, site.role) == ("data", "named")}
+    return {site.name or "": bits for site, bits in sites if (site.phase, site.role) == ("data", "named")}
 
 
 def read_window(run: Run, rank: int, segment: int, step: int) -> Window | None:
@@ -219,39 +210,40 @@ def read_window(run: Run, rank: int, segment: int, step: int) -> Window | None:
     since = max(earlier_steps, default=None)
 
     def is_wanted(batch: pa.RecordBatch) -> np.ndarray:
-        texts, points, steps = (batch.column(name).to_numpy(False) for name in ("text", "point", "step"))
-        is_kept_until_changed = (texts != "") & (points != BATCH) & (points != VALUES)
+        texts, kinds, steps = (batch.column(name).to_numpy(False) for name in ("text", "kind", "step"))
+        is_kept_until_changed = (texts != "") & ~np.isin(kinds, [*OF_BATCH, "number"])
         is_recent = steps >= (since or 0)
         return np.asarray((steps <= step) & (is_recent | is_kept_until_changed))
 
     return gather_window(_read_rows(run, rank, segment, step, is_wanted), since=since)
 
 
-def gather_window(rows: Iterable[Row], *, since: int | None) -> Window | None:
+def gather_window(rows: Iterable[EvidenceRow], *, since: int | None) -> Window | None:
     """Return the evidence after a step (None: all of it), or None if there is none."""
-    kept, last = list[Row](), list[Row]()
-    settings, hooks = dict[str, str](), dict[str, str]()
-    options, starts = dict[str, tuple[int, str]](), dict[str, int]()
+    kept, last = list[EvidenceRow](), list[EvidenceRow]()
+    settings, hooks = dict[Part, str](), dict[Part, str]()
+    options, starts = dict[Part, tuple[int, str]](), dict[str, int]()
     constants, scripted = frozenset[str](), tuple[str, ...]()
-    optimizers, changed = dict[str, tuple[str, ...]](), set[str]()
+    optimizers, changed = dict[str, tuple[str, ...]](), set[Part]()
     for row in rows:
-        if row.text and row.point == LOADER:
-            settings[row.name] = row.text
-        elif row.text and row.name.startswith(CALLBACKS):
-            hooks[row.name.removeprefix(CALLBACKS)] = row.text
-        elif row.name.startswith(START):
-            starts[row.name.removeprefix(START)] = row.value
-        elif row.name == CONSTANTS:
+        part = row.of, row.part
+        if row.kind == "loader":
+            settings[part] = row.text
+        elif row.kind == "hook":
+            hooks[part] = row.text
+        elif row.kind == "start":
+            starts[row.of] = row.value
+        elif row.kind == "constants":
             constants = frozenset(json.loads(row.text or "[]"))
-        elif row.name == SCRIPTED:
+        elif row.kind == "scripted":
             scripted = tuple(json.loads(row.text or "[]"))
-        elif row.point == OPTIONS:
-            if row.name in options:
-                changed.add(row.name)
-            options[row.name] = (row.step, row.text)
-        elif row.point == PARAMETERS and row.name.startswith(IN_OPTIMIZER):
-            optimizers[row.name.removeprefix(IN_OPTIMIZER)] = tuple(json.loads(row.text or "[]"))
-        elif row.point not in (UNSEEN_WRITE, VALUES, PARAMETERS):
+        elif row.kind == "option":
+            if part in options:
+                changed.add(part)
+            options[part] = (row.step, row.text)
+        elif row.kind == "trained":
+            optimizers[row.of] = tuple(json.loads(row.text or "[]"))
+        elif row.kind in _RECENT:
             if since is None or row.step > since:
                 kept.append(row)
             elif row.step == since:
@@ -272,9 +264,9 @@ def gather_window(rows: Iterable[Row], *, since: int | None) -> Window | None:
     )
 
 
-def from_batch_start(rows: Iterable[Row]) -> Iterator[Row]:
+def from_batch_start(rows: Iterable[EvidenceRow]) -> Iterator[EvidenceRow]:
     """Yield the rows since a step began, without those of its batch."""
-    return (row for row in dropwhile(lambda row: row.point != BATCH_START, rows) if row.point != BATCH)
+    return (row for row in dropwhile(lambda row: row.moment != BATCH_START, rows) if row.kind not in OF_BATCH)
 
 
 def _find_samples(
@@ -288,7 +280,7 @@ def _find_samples(
     values = np.array(samples, dtype=np.uint64)
     rows = _read_rows(run, rank, segment, step, lambda batch: np.isin(batch.column("value").to_numpy(), values))
     for row in rows:
-        if row.point == BATCH and row.name.startswith(SAMPLE):
+        if row.kind == "sample":
             steps[row.value].add(row.step)
     found = [steps[value] for value in new_samples if value in steps]
     if not found or len(found) < MIN_FOUND * len(new_samples):
@@ -301,25 +293,24 @@ def _find_samples(
 
 def _read_rows(
     run: Run, rank: int, segment: int, step: int, is_wanted: Callable[[pa.RecordBatch], np.ndarray]
-) -> Iterator[Row]:
+) -> Iterator[EvidenceRow]:
     path = evidence_path(run.rank(rank).file_of(segment, step).path)
     return read_evidence(path, run_id=run.manifest.run_id, keep=is_wanted)
 
 
 def compare_windows(reference: Window, current: Window, step: int, *, has_other_batch: bool = False) -> Evidence:
     """Return what differs; a generator that was restored before the step only matters if the batch differs."""
-    states = (row for row in current.rows if row.point != BATCH and not row.text and not row.name.startswith(SEED))
-    generators = dict.fromkeys(row.name for row in states)
+    generators = dict.fromkeys(row.of for row in current.rows if row.kind == "generator")
     found = (_generator_change(reference, current, step, name, is_from_begin=has_other_batch) for name in generators)
     changes = [change for change in found if change is not None]
-    last_row = {(row.step, row.point): index for index, row in enumerate(current.rows)}
+    last_row = {(row.step, row.moment): index for index, row in enumerate(current.rows)}
     changes.sort(key=lambda change: last_row.get(change.differs_at, len(last_row)))
     return Evidence(
         generators=tuple(changes),
         idle=tuple(_idle_generators(reference, current, step, moved={change.name for change in changes})),
         batch=_batch_change(reference, current, step),
         hooks=current.hooks,
-        moments=tuple(dict.fromkeys((row.step, row.point) for row in current.rows if row.point != BATCH)),
+        moments=tuple(dict.fromkeys((row.step, row.moment) for row in current.rows if row.moment)),
         constants=reference.constants & current.constants,
         options=tuple(_option_changes(reference, current)),
         scripted=current.scripted,
@@ -328,14 +319,14 @@ def compare_windows(reference: Window, current: Window, step: int, *, has_other_
 
 
 def _option_changes(reference: Window, current: Window) -> Iterator[OptionChange]:
-    for name in sorted(reference.options.keys() & current.options):
-        reference_since, reference_value = reference.options[name]
-        current_since, current_value = current.options[name]
+    for part in sorted(reference.options.keys() & current.options, key=lambda part: part[::-1]):
+        reference_since, reference_value = reference.options[part]
+        current_since, current_value = current.options[part]
         if reference_value != current_value:
             since = max(reference_since, current_since)
-            is_first_value = name not in reference.changed_options | current.changed_options
+            is_first_value = part not in reference.changed_options | current.changed_options
             yield OptionChange(
-                name=name,
+                name=" of ".join(part[::-1]),
                 reference=reference_value,
                 current=current_value,
                 since=since,
@@ -351,7 +342,7 @@ def _generator_change(
     Unless ``is_from_begin``, a state that matches when the step begins ends what differed before.
     """
     reference_states, current_states = reference.states(name, step), current.states(name, step)
-    reference_points, current_points = [row.point for row in reference_states], [row.point for row in current_states]
+    reference_points, current_points = [row.moment for row in reference_states], [row.moment for row in current_states]
     blocks = SequenceMatcher(None, reference_points, current_points, autojunk=False).get_matching_blocks()
     pairs = [(block.a + offset, block.b + offset) for block in blocks for offset in range(block.size)]
     differs = [
@@ -366,7 +357,7 @@ def _generator_change(
     first = differs.index(True)
     reference_index, current_index = pairs[first]
     reference_state, current_state = reference_states[reference_index], current_states[current_index]
-    place = current_state.step, current_state.point
+    place = current_state.step, current_state.moment
     change = GeneratorChange(name=name, differs_at=place, seeds=_seeds(reference, current, name, place))
     if not first:
         return change
@@ -379,9 +370,9 @@ def _generator_change(
     only_reference = tuple(point for point in reference_between if point not in current_between)
     return replace(
         change,
-        equal_at=(equal_state.step, equal_state.point),
+        equal_at=(equal_state.step, equal_state.moment),
         has_other_start=is_drawn_in_both and reference.starts.get(name) != current.starts.get(name),
-        points=(equal_state.point, *current_between, *only_reference),
+        points=(equal_state.moment, *current_between, *only_reference),
         only_reference=only_reference,
         only_current=tuple(point for point in current_between if point not in reference_between),
     )
@@ -394,7 +385,7 @@ def _idle_generators(
     for name, start in current.starts.items():
         states = current.states(name, step)
         if name not in moved and states and reference.starts.get(name, start) != start:
-            place = states[0].step, states[0].point
+            place = states[0].step, states[0].moment
             yield GeneratorChange(name=name, differs_at=place, seeds=_seeds(reference, current, name, place))
 
 
@@ -404,46 +395,49 @@ def _seeds(reference: Window, current: Window, name: str, place: tuple[int, str]
 
 
 def _batch_change(reference: Window, current: Window, step: int) -> BatchChange:
-    reference_rows, current_rows = reference.batch(step), current.batch(step)
-
-    def are_equal(names: Iterable[str]) -> bool:
-        return all(
-            name in reference_rows and name in current_rows and reference_rows[name].value == current_rows[name].value
-            for name in names
-        )
-
-    names = [name for name in current_rows if name.startswith(INDICES) and name in reference_rows]
-    drawn = [[json.loads(rows[name].text or "[]") for rows in (reference_rows, current_rows)] for name in names]
+    drawn = _in_both(reference, current, step, "indices")
+    texts = {loader: [json.loads(row.text or "[]") for row in rows] for loader, rows in drawn.items()}
     indices: Literal["same", "reordered", "cut", "other"] | None = None
-    if names and are_equal(names):
+    if drawn and _are_equal(drawn):
         indices = "same"
-    elif names and are_equal(f"sorted {name}" for name in names):
+    elif drawn and _are_equal(_in_both(reference, current, step, "sorted_indices")):
         indices = "reordered"
-    elif names:
-        indices = "cut" if all(_is_cut(*pair) for pair in drawn) else "other"
+    elif drawn:
+        indices = "cut" if all(_is_cut(*pair) for pair in texts.values()) else "other"
     other_indices = (
-        (name.removeprefix(INDICES), position, str(reference_index), str(current_index))
-        for name, pair in zip(names, drawn, strict=True)
+        (loader, position, str(reference_index), str(current_index))
+        for loader, pair in texts.items()
         for position, (reference_index, current_index) in enumerate(zip_longest(*pair, fillvalue="none"))
         if reference_index != current_index
     )
     settings = {
-        name: (reference.settings.get(name, "none"), current.settings.get(name, "none"))
-        for name in {**reference.settings, **current.settings}
+        part: (reference.settings.get(part, "none"), current.settings.get(part, "none"))
+        for part in {**reference.settings, **current.settings}
     }
     return BatchChange(
         indices=indices,
         has_loader=bool(reference.settings or current.settings),
         is_process_shuffle=_is_process_shuffle(current.settings),
         first_index=next(other_indices, None),
-        settings={name: pair for name, pair in settings.items() if pair[0] != pair[1]},
+        settings={part: pair for part, pair in settings.items() if pair[0] != pair[1]},
     )
 
 
-def _is_process_shuffle(settings: Mapping[str, str]) -> bool:
-    samplers = {name.removeprefix(_SAMPLER): one for name, one in settings.items() if name.startswith(_SAMPLER)}
+def _in_both(
+    reference: Window, current: Window, step: int, kind: EvidenceKind
+) -> dict[str, tuple[EvidenceRow, EvidenceRow]]:
+    of_reference, of_current = reference.of_batch(kind, step), current.of_batch(kind, step)
+    return {of: (of_reference[of], row) for of, row in of_current.items() if of in of_reference}
+
+
+def _are_equal(rows: Mapping[str, tuple[EvidenceRow, EvidenceRow]]) -> bool:
+    return all(reference.value == current.value for reference, current in rows.values())
+
+
+def _is_process_shuffle(settings: Mapping[Part, str]) -> bool:
+    samplers = {loader: one for (loader, setting), one in settings.items() if setting == "sampler"}
     shuffled = [loader for loader, sampler in samplers.items() if sampler.split(KIND_OF_SAMPLER)[-1] == "RandomSampler"]
-    return any(settings.get(f"separate generator of {loader}") == str(False) for loader in shuffled)
+    return any(settings.get((loader, "separate generator")) == str(False) for loader in shuffled)
 
 
 def _is_cut(reference: list[Any], current: list[Any]) -> bool:

@@ -68,9 +68,7 @@ class ModuleNames:
     def renamed(self, view: StepView) -> StepView:
         """Return a step of the reference with the module names of the current run."""
         sites = [
-            structs.replace(
-                site, module=self._rename(site.module), name=None if site.name is None else self._in(site.name)
-            )
+            structs.replace(site, module=self._rename(site.module), of=self._renamed_tensor(site))
             for site in view.program.sites
         ]
         counts = {**view.program.counts, "text": view.program.text}
@@ -90,11 +88,9 @@ class ModuleNames:
                             f"{listed(sorted(known - {''}))}. Correct the rule, or delete it."
                         )
 
-    def _in(self, name: str) -> str:
-        """Return the name of a parameter, or of its gradient or state, with the new name of the module."""
-        what, of, parameter = name.rpartition(" of ")
-        module, dot, last = parameter.rpartition(".")
-        return f"{what}{of}{self._rename(module)}{dot}{last}"
+    def _renamed_tensor(self, site: Site) -> str:
+        """Return what a site is of, with the new name of the module."""
+        return f"{self._rename(site.owner)}{site.of[len(site.owner) :]}" if site.owner else site.of
 
     def _rename(self, module: str) -> str:
         for rule in self.rules:
@@ -117,7 +113,7 @@ class ModuleNames:
 def modules_of(view: StepView) -> set[str]:
     """Return the modules that a step has sites or named tensors of."""
     sites = view.program.sites
-    named = (site.name.rpartition(" of ")[2].rpartition(".")[0] for site in sites if site.name is not None)
+    named = (site.owner for site in sites if site.owner)
     return {*named, *(site.module for site in sites)}
 
 

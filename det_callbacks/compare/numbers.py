@@ -11,7 +11,7 @@ from det_callbacks.digest.numbers import tensor_numbers
 from det_callbacks.errors import ReferenceFormatError, SelectionError
 from det_callbacks.runs.files import MANIFEST, damaged
 from det_callbacks.runs.patterns import OpPattern, as_patterns
-from det_callbacks.runs.program import COLLECTIVES, REGION
+from det_callbacks.runs.program import is_collective, is_region
 from det_callbacks.runs.selection import PHASES, Selection
 from det_callbacks.runs.store import Run
 from det_callbacks.tensors.files import KEPT, LEFT_OUT, SavedStep, SavedTensor, common_elements
@@ -90,7 +90,7 @@ def next_recording(verdict: Verdict, selection: Selection) -> dict[str, Any] | N
     wanted = to_keep(verdict) if len(steps) == 1 else None
     if wanted is not None:
         return {**arguments, "only_steps": [wanted[0].step], "keep_tensors": [wanted[1]]}
-    regions = [origin.op for origin in verdict.origins if origin.op.startswith(REGION)]
+    regions = [origin.op for origin in verdict.origins if is_region(origin.op)]
     if any(not op.endswith(".graph") for op in regions):
         return {**arguments, "compiled": "eager"}
     has_all = selection.level == "op" and selection.modules == ("*",) and selection.phases == PHASES
@@ -112,6 +112,6 @@ def to_keep(verdict: Verdict) -> tuple[Divergence, str] | None:
         return None
     is_known = first.numbers is not None and not first.numbers.problem
     # results of collectives come after their call; ends of a compiled region are not outputs
-    if is_known or not first.op or first.op.startswith((*COLLECTIVES, REGION)):
+    if is_known or not first.op or is_collective(first.op) or is_region(first.op):
         return None
     return first, OpPattern.exactly(first.phase, first.module, first.op)

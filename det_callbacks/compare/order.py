@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from det_callbacks.runs.program import Program, Site, parameter_in
+from det_callbacks.runs.program import Program, Site
 
 Subject = Hashable
 """What a row is: its name, or the parameter that an op updates."""
@@ -82,16 +82,8 @@ def owners_of_updates(program: Program) -> list[Owners]:
     They are those whose tensors the op reads or, if it reads none, whose updates and state read the op.
     """
     sites = program.sites
-    state = {site.name or "" for site in sites if site.role == "named" and site.phase == "state"}
-    gradients = (site.name for site in sites if site.role == "named" and site.phase == "gradient")
-    found = (parameter_in(name, state) for name in gradients if name is not None)
-    updated = {parameter for parameter in found if parameter is not None}
-
-    def owners_by_name(name: str | None) -> Owners:
-        owner = name if name is None or name in updated else parameter_in(name, updated)
-        return NOBODY if owner is None else frozenset([owner])
-
-    owners = [owners_by_name(site.name) for site in sites]
+    updated = {site.of for site in sites if site.role == "named" and site.phase == "gradient"}
+    owners = [frozenset([site.of]) if site.of in updated else NOBODY for site in sites]
     for position in range(len(sites) - 1, -1, -1):  # a tensor's writer, and the gradient that an update reads
         site = sites[position]
         if owners[position] and (not site.op or site.phase in _UPDATES):

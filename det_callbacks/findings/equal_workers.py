@@ -37,7 +37,7 @@ def find(fit: FitFacts) -> Found | None:
         fit,
         steps=steps,
         names=names,
-        explanation=f"The {fit.settings[f'num_workers of {loader}']} workers of {loader} return the same "
+        explanation=f"The {fit.settings[(loader, 'num_workers')]} workers of {loader} return the same "
         f"{listed(names)}, in {span(steps)}",
         advice="Let each worker of an IterableDataset read its share (torch.utils.data.get_worker_info()), and create "
         "generators in worker_init_fn or on first use, from torch.initial_seed(), which differs from worker to worker",
@@ -47,7 +47,7 @@ def find(fit: FitFacts) -> Found | None:
 def equal_rounds(fit: FitFacts) -> tuple[dict[str, list[int]], dict[str, np.ndarray]]:
     """Return what is equal in each round of steps, one step a worker: its steps and its digests, by name."""
     loader = next(iter(fit.loaders), "")
-    workers = fit.settings.get(f"num_workers of {loader}", "")
+    workers = fit.settings.get((loader, "num_workers"), "")
     if len(fit.loaders) != 1 or not workers.isdecimal() or int(workers) < 2:
         return {}, {}
     width = int(workers)

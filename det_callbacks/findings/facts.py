@@ -11,13 +11,10 @@ import pyarrow as pa
 
 from det_callbacks.runs.evidence import (
     AFTER_FORWARD,
-    BATCH,
     BATCH_START,
-    INDICES,
     LOADER,
-    PARAMETERS,
-    SAMPLE,
-    Row,
+    NAMES,
+    EvidenceRow,
     evidence_path,
     read_evidence,
 )
@@ -36,7 +33,8 @@ MAX_PROGRAMS = 16  # programs of a fit; steps of other programs are left out
 MIN_STEPS = 5  # that must show a finding
 MIN_BATCHES = 3  # different ones among them
 
-_POINTS = frozenset({LOADER, BATCH_START, AFTER_FORWARD, PARAMETERS})
+_MOMENTS = frozenset({LOADER, BATCH_START, AFTER_FORWARD})
+_KINDS = NAMES | {"indices"}
 
 SiteKey = Callable[[Site], str | None]
 
@@ -165,9 +163,9 @@ class FitFacts:
         return len({batch for *_, batch in self.batches})
 
     @cached_property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[EvidenceRow]:
         """The evidence that findings need, in order."""
-        found: list[Row] = []
+        found: list[EvidenceRow] = []
         for path in self._paths:
             end: int | None = None
             for row in read_evidence(path, run_id=self.run.manifest.run_id, keep=_is_needed):
@@ -178,28 +176,28 @@ class FitFacts:
         return found
 
     @cached_property
-    def settings(self) -> Mapping[str, str]:
-        """Settings of the loaders: "sampler of train_dataloader" -> "RandomSampler"."""
-        return {row.name: row.text for row in self.rows if row.point == LOADER and row.text}
+    def settings(self) -> Mapping[tuple[str, str], str]:
+        """Settings of the loaders: ("train_dataloader", "sampler") -> "RandomSampler"."""
+        return {(row.of, row.part): row.text for row in self.rows if row.kind == "loader"}
 
     @property
     def loaders(self) -> list[str]:
-        return [name.removeprefix("type of ") for name in self.settings if name.startswith("type of ")]
+        return [loader for loader, setting in self.settings if setting == "type"]
 
     def iterations(self, loader: str) -> list[list[Drawn]]:
         """Return what a loader's sampler drew, for each iteration over the loader."""
         found, is_at_start = list[list[Drawn]](), False
         for row in self.rows:
-            if row.point == LOADER and not row.text:
+            if row.moment == LOADER and row.kind == "generator":
                 if not is_at_start:
                     found.append([])
                 is_at_start = True
-            elif row.point == BATCH and row.name == INDICES + loader:
+            elif (row.kind, row.of) == ("indices", loader):
                 if not found:
                     found.append([])
                 found[-1].append(Drawn(step=row.step, digest=row.value, text=row.text))
                 is_at_start = False
-            elif row.point == BATCH_START:
+            elif row.moment == BATCH_START:
                 is_at_start = False
         return [drawn for drawn in found if drawn]
 
@@ -207,8 +205,8 @@ class FitFacts:
         """Return the states of generators at a point of each step: name -> step -> digest."""
         found: dict[str, dict[int, int]] = {}
         for row in self.rows:
-            if row.point == point and (row.name in ("python", "numpy") or row.name.startswith("torch.")):
-                found.setdefault(row.name, {})[row.step] = row.value
+            if row.moment == point and row.kind == "generator":
+                found.setdefault(row.of, {})[row.step] = row.value
         return found
 
     @cached_property
@@ -216,7 +214,7 @@ class FitFacts:
         """Whether the samples of the first batch are all equal, or unknown."""
         sketches: dict[int, set[int]] = {}
         for row in self.rows:
-            if row.point == BATCH and row.name.startswith(SAMPLE):
+            if row.kind == "sample":
                 sketches.setdefault(row.step, set()).add(row.value)
         return all(len(values) < 2 for values in sketches.values())
 
@@ -247,12 +245,10 @@ def _has_evidence(run: Run, file: StreamFile) -> bool:
 
 
 def _is_needed(batch: pa.RecordBatch) -> np.ndarray:
-    def is_needed(step: int, point: str, name: str) -> bool:
-        if point == BATCH:
-            return name.startswith(INDICES) or (name.startswith(SAMPLE) and step < 1)
-        return point in _POINTS
+    def is_needed(step: int, moment: str, kind: str) -> bool:
+        return kind in _KINDS or moment in _MOMENTS or (kind == "sample" and step < 1)
 
-    columns = (batch.column(name).to_pylist() for name in ("step", "point", "name"))
+    columns = (batch.column(name).to_pylist() for name in ("step", "moment", "kind"))
     return np.fromiter(map(is_needed, *columns), dtype=bool, count=len(batch))
 
 
@@ -263,4 +259,4 @@ def _joined(parts: list[tuple[np.ndarray, np.ndarray]]) -> Series:
 
 
 def _parameter_of(site: Site) -> str | None:
-    return site.name.removeprefix("grad of ") if site.name is not None else None
+    return site.of or None

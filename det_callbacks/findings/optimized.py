@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from det_callbacks.findings.facts import FitFacts
-from det_callbacks.runs.evidence import IN_NO_OPTIMIZER, IN_OPTIMIZER, PARAMETERS, WITH_GRADIENT, WITH_LARGE_GRADIENT
+from det_callbacks.runs.evidence import NAMES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,16 +21,16 @@ def parameters_of(fit: FitFacts) -> OptimizedParameters:
     always: dict[str, list[str]] = {}
     last: dict[str, list[str]] = {}
     for row in fit.rows:
-        if row.point != PARAMETERS:
+        if row.kind not in NAMES:
             continue
         names: list[str] = json.loads(row.text or "[]")
-        if row.name in (WITH_GRADIENT, WITH_LARGE_GRADIENT):
-            last[row.name] = names
+        if row.kind in ("trained", "untrained"):
+            always[row.of] = [name for name in always.get(row.of, names) if name in {*names}]
         else:
-            always[row.name] = [name for name in always.get(row.name, names) if name in {*names}]
-    in_none = {*always.pop(IN_NO_OPTIMIZER, ())}
+            last[row.kind] = names
+    in_none = {*always.pop("", ())}
     return OptimizedParameters(
-        by_optimizer={f"optimizer {what.removeprefix(IN_OPTIMIZER)}": names for what, names in always.items()},
-        without_optimizer=[name for name in last.get(WITH_GRADIENT, ()) if name in in_none],
-        with_large_gradient=last.get(WITH_LARGE_GRADIENT, []),
+        by_optimizer={f"optimizer {number}": names for number, names in always.items()},
+        without_optimizer=[name for name in last.get("untrained_with_gradient", ()) if name in in_none],
+        with_large_gradient=last.get("large_gradient", []),
     )

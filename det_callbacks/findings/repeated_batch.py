@@ -73,8 +73,8 @@ def _names(fit: FitFacts) -> list[str]:
 def _has_more_data(fit: FitFacts) -> bool:
     """Return whether a loader certainly has more than the one batch of the training."""
     for loader in fit.loaders:
-        length = fit.settings.get(f"length of the data set of {loader}", "")
-        size = fit.settings.get(f"batch_size of {loader}", "")
+        length = fit.settings.get((loader, "length of the data set"), "")
+        size = fit.settings.get((loader, "batch_size"), "")
         if length.isdecimal() and size.isdecimal() and int(length) > int(size):
             return not fit.has_equal_samples
     return False

@@ -24,11 +24,11 @@ _SHUFFLING = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler", "
 @of_one_process
 def find(fit: FitFacts) -> Found | None:
     for loader in fit.loaders:
-        sampler = fit.settings.get(f"sampler of {loader}", "")
+        sampler = fit.settings.get((loader, "sampler"), "")
         iterations = fit.iterations(loader)
         if sampler.split(KIND_OF_SAMPLER)[-1] in _SHUFFLING:
             why = f"{loader} shuffles ({sampler})"
-        elif fit.settings.get(f"set_epoch of {loader}") == "True":
+        elif fit.settings.get((loader, "set_epoch")) == "True":
             why = f"{loader} has a set_epoch"
         elif generator := _deciding_generator(fit, iterations):
             why = f"the order of {loader} follows the state of {generator}"

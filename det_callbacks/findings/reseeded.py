@@ -14,7 +14,7 @@ import numpy as np
 from det_callbacks.findings.facts import FitFacts
 from det_callbacks.findings.rule import Found, Level, found_in, of_one_process
 from det_callbacks.runs.evidence import BATCH_START
-from det_callbacks.runs.program import AFTER_STEP, IDLE
+from det_callbacks.runs.program import IDLE, PASSED
 
 NAME = "reseeded"
 LEVEL: Level = "state"
@@ -52,8 +52,8 @@ def _drawn_states(fit: FitFacts) -> dict[str, dict[int, tuple[int, int]]]:
     for program, records in fit.programs:
         readings: dict[str, list[int]] = {}
         for position, site in enumerate(program.sites):
-            if site.role == "generator" and site.name is not None and site.name.startswith("torch."):
-                readings.setdefault(site.name.removesuffix(AFTER_STEP), []).append(position)
+            if site.role == "generator" and site.part != PASSED and site.of.startswith("torch."):
+                readings.setdefault(site.of, []).append(position)
         for name, positions in readings.items():
             # the step itself reads the state first, and last
             of_ops = np.array([program.sites[at].occurrence > 0 for at in positions[:-1]], dtype=bool)

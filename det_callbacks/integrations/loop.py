@@ -55,7 +55,7 @@ class LoopTraining(Training):
     base_phase = "forward"
     is_own_loop = True
     choices: Mapping[str, Any] = {}
-    hooks: Mapping[str, str] = {}
+    hooks: Mapping[tuple[str, str], str] = {}
     loaders = None
     _follower = LoaderFollower()
     _followed_loader: object = None

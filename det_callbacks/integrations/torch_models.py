@@ -39,7 +39,9 @@ def models_of(module: nn.Module | None, optimizers: Sequence[Optimizer]) -> nn.M
         return roots[0]
     several = SeveralModels()
     for model in map(unwrapped, roots):
-        several.add_module(_free_name(several, type(model).__name__), model)
+        # beside tensors alone, the only model keeps its names
+        name = "" if len(roots) == 1 else _free_name(several, type(model).__name__)
+        getattr(several, CHILDREN)[name] = model
     for tensor in in_none:
         name = _free_name(several, "tensor")
         if isinstance(tensor, nn.Parameter):

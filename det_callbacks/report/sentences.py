@@ -6,7 +6,15 @@ from det_callbacks.causes.sentences import both_values, number_text, of_segment,
 from det_callbacks.compare.collectives import Classification, CollectiveCall
 from det_callbacks.compare.ranks import WholeSteps
 from det_callbacks.compare.record import Tally
-from det_callbacks.runs.environment import AS_COMMITTED, CHANGED_FILE, COMMIT, GENERATOR, NOT_RECORDED
+from det_callbacks.runs.environment import (
+    AS_COMMITTED,
+    CHANGED_FILE,
+    COMMIT,
+    GENERATOR,
+    NOT_RECORDED,
+    SETTINGS,
+    item_of,
+)
 from det_callbacks.text import count, listed, ranks_text
 from det_callbacks.verdict import EnvironmentDifference, VerdictName
 
@@ -100,7 +108,7 @@ _CODE = (  # suffixes of files that a program imports, compiles, or is configure
 def code_lines(environment: Sequence[EnvironmentDifference]) -> list[str]:
     """Return which commit and which files of the code differ for certain."""
     commit = next((difference for difference in environment if difference.name == COMMIT), None)
-    files = [difference for difference in environment if difference.name.startswith(CHANGED_FILE)]
+    files = [difference for difference in environment if item_of(difference.name, CHANGED_FILE)]
     if commit is not None:  # a change in one run may have been committed for the other
         files = [file for file in files if AS_COMMITTED not in (file.reference, file.current)]
     lines = []
@@ -108,7 +116,7 @@ def code_lines(environment: Sequence[EnvironmentDifference]) -> list[str]:
         lines.append(
             f"The commit differs: {commit.reference[:9]} in the reference, {commit.current[:9]} in the current run"
         )
-    names = [file.name.removeprefix(CHANGED_FILE) for file in files]
+    names = [str(item_of(file.name, CHANGED_FILE)) for file in files]
     code = [name for name in names if name.lower().endswith(_CODE)]
     if code:
         lines.append(f"{listed(code)} changed since the reference was recorded")
@@ -119,17 +127,18 @@ def code_lines(environment: Sequence[EnvironmentDifference]) -> list[str]:
 
 
 def without_starts(environment: Sequence[EnvironmentDifference]) -> list[EnvironmentDifference]:
-    return [entry for entry in environment if not entry.name.startswith(GENERATOR)]
+    return [entry for entry in environment if not item_of(entry.name, GENERATOR)]
 
 
 def environment_notes(environment: Sequence[EnvironmentDifference], verdict: VerdictName) -> list[str]:
     """Return sentences on differences in code, settings and machine."""
     changing = [entry for entry in environment if entry.changes_bits]
-    changing.sort(key=lambda entry: not entry.name.startswith("settings."))
+    changing.sort(key=lambda entry: not item_of(entry.name, SETTINGS))
     choices = both_values([entry for entry in changing if not entry.is_machine])
     machine = both_values([entry for entry in changing if entry.is_machine])
     too = " too, so nothing is proven either way" if verdict == "not_comparable" else ""
-    starts = [entry.name.removeprefix(GENERATOR) for entry in environment if entry.name.startswith(GENERATOR)]
+    found = (item_of(entry.name, GENERATOR) for entry in environment)
+    starts = [name for name in found if name is not None]
     notes = []
     if verdict != "match":
         notes += code_lines(environment)

@@ -43,10 +43,9 @@ def headline(verdict: Verdict) -> str:
     first, head = verdict.first_divergence, _word(verdict)
     if first is None:
         return f"{head}: {verdict.explanation}"
-    named = (one for one in verdict.environment if verdict.explanation.startswith(f"{one.name} is "))
-    choice = next(named, None)
-    if choice is not None:
-        what = f"{choice.name} {choice.reference} -> {choice.current}"
+    root = verdict.trail[0] if verdict.trail else None
+    if root is not None and (verdict.cause, root.kind) == ("settings", "setting"):
+        what = f"{root.name} {root.reference} -> {root.current}"
     elif first.op:
         what = f"{first.op} in {first.module or 'no submodule'}"
     else:

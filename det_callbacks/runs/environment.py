@@ -19,6 +19,7 @@ INDUCTOR = "inductor."  # an option of inductor that the program changed
 CONFIGURATION = "config."  # a key of an application's configuration
 COMMIT = "code.git_commit"
 CHANGED_FILE = "code.file."  # digest of a source file that differs from the commit
+SETTINGS = "settings."  # one that det_callbacks enforced
 OPTIMIZER = "optimizer"  # classes of the optimizers; prefix of their options
 FOLLOWED = "loop.followed"  # the models and optimizers of a script that was followed
 UNRECORDED = "loop.unrecorded"  # parts of the training of such a script that no step holds
@@ -71,7 +72,7 @@ def compare_environments(reference: Environment, current: Environment) -> tuple[
             values[1], sort_keys=True
         ):
             continue
-        if name.startswith(GENERATOR) and len(known) < 2:  # a resumed fit continues from any state
+        if item_of(name, GENERATOR) and len(known) < 2:  # a resumed fit continues from any state
             continue
         if has_other_optimizer and len(known) == 1 and name.startswith(f"{OPTIMIZER}."):
             continue
@@ -89,7 +90,7 @@ def compare_environments(reference: Environment, current: Environment) -> tuple[
 
 def _absent(name: str, entries: Environment) -> object:
     """Return what a run without an entry says of it."""
-    if name.startswith(CHANGED_FILE):
+    if item_of(name, CHANGED_FILE):
         return AS_COMMITTED
     # 1.0.0 recorded a few variables, and those that were not set as None
     is_of_first_version = any(key.startswith(VARIABLE) and entry.value is None for key, entry in entries.items())
@@ -115,3 +116,8 @@ def choices_of_steps(environment: Sequence[EnvironmentDifference]) -> list[Envir
 def earlier_choice(choices: Sequence[EnvironmentDifference]) -> EnvironmentDifference | None:
     """Return a setting that changed the weights in earlier steps."""
     return next((one for one in choices if one.name.startswith(("optimizer", "trainer.", "settings."))), None)
+
+
+def item_of(name: str, group: str) -> str | None:
+    """Return which entry of a group has a name: "train.py" for "code.file.train.py" of CHANGED_FILE, or None."""
+    return name.removeprefix(group) if name.startswith(group) else None

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -25,38 +25,50 @@ from det_callbacks.runs.files import (
 from det_callbacks.runs.stream import END_OF_STREAM, has_regular_end, read_metadata
 
 EVIDENCE_SCHEMA = pa.schema(
-    {"step": pa.int64(), **dict.fromkeys(("point", "name"), pa.string()), "value": pa.uint64(), "text": pa.string()}
+    {
+        "step": pa.int64(),
+        **dict.fromkeys(("moment", "kind", "of", "part"), pa.string()),
+        "value": pa.uint64(),
+        "text": pa.string(),
+    }
 )
 
-# Names of rows, or their prefixes.
-SEED = "seed of "  # the seed of a torch generator
-START = "start of "  # the state of a generator when the fit begins; the text is the same digest
-CONSTANTS = "constant initial tensors"  # those that are constant when the fit starts: JSON of names
-SCRIPTED = "TorchScript"  # the modules that are, or contain, TorchScript, as JSON
-CALLBACKS = "callbacks "  # the callbacks with a hook; followed by BEFORE or AFTER (ours), and the hook
-BEFORE, AFTER = "before", "after"
-IN_OPTIMIZER = "of optimizer "  # at PARAMETERS: names of the parameters that it trains; followed by its number
-IN_NO_OPTIMIZER = "of no optimizer"  # likewise, of those that require gradients and are in none
-WITH_GRADIENT = "of no optimizer, with a gradient"  # those of them that had one by the end of a step
-WITH_LARGE_GRADIENT = "with a gradient beyond rounding"  # of optimizers, in one of the first updates
+EvidenceKind = Literal[
+    "generator",  # the state of a generator at a moment
+    "seed",  # the seed of a generator of torch
+    "start",  # the state of a generator when the fit begins; the text is the same digest
+    "loader",  # a setting of a loader: of "train_dataloader", part "num_workers"
+    "indices",  # what a loader's sampler drew for the batch of a step, as JSON
+    "sorted_indices",  # the digest of the same numbers, sorted
+    "sample",  # the digest of a sample of the batch; its number is the part
+    "loaded",  # a tensor of the batch as its loader returned it, if something changed it until the step
+    "option",  # of a group of an optimizer, when an update first uses it: of "group 0", part "lr", as JSON
+    "constants",  # the names of initial tensors that are constant, as JSON
+    "scripted",  # the names of modules that are, or contain, TorchScript, as JSON
+    "hook",  # the callbacks with a hook, in the text; the part says whether ours runs after or before them
+    "trained",  # names of the parameters that an optimizer trains, as JSON
+    "untrained",  # of those that require gradients and are in no optimizer
+    "untrained_with_gradient",  # of those of them that had a gradient by the end of a step
+    "large_gradient",  # of those with a gradient beyond rounding, in one of the first updates
+    "unseen_write",  # a value of ``StepView.unseen_writes``
+    "checked",  # ``StepView.checked`` as JSON, if it is not None
+    "number",  # digest and JSON text of numbers among an op's arguments
+]
+"""What a row of evidence is of."""
 
-# The content of a batch, at BATCH: names of rows, or their prefixes.
-INDICES = "indices of "  # the draws of a loader's sampler, as JSON
+NAMES = frozenset({"constants", "scripted", "trained", "untrained", "untrained_with_gradient", "large_gradient"})
+"""The kinds whose text is a JSON list of names."""
+
+OF_BATCH = frozenset({"indices", "sorted_indices", "sample", "loaded"})
+"""The kinds that describe the batch of a step."""
+
+BEFORE, AFTER = "before", "after"  # parts of hooks
 KIND_OF_SAMPLER = ", a "  # in the class of a sampler, before the class of torch that it derives from
-SAMPLE = "sample "  # the digest of a sample
 
-# Points of a step and before it.
+# Moments of a step and before it.
 LOADER = "before the loader starts"
 DRAWING = "before a batch is drawn"
 BATCH_START, AFTER_FORWARD, AFTER_BACKWARD, BATCH_END = "batch start", "after forward", "after backward", "batch end"
-
-# Points of rows without a moment in a step.
-BATCH = "batch"
-OPTIONS = "optimizer options"  # options of the groups, when an update first uses them: "lr of group 0", as JSON
-UNSEEN_WRITE = "unseen write"  # the values are ``StepView.unseen_writes``
-CHECKED = "checked for unseen writes"  # ``StepView.checked`` as JSON, if it is not None
-VALUES = "arguments"  # digest and JSON text of numbers among an op's arguments
-PARAMETERS = "parameters"  # how many, and the JSON text of a list of names
 
 ROWS_PER_BATCH = 512  # after which a record batch is written
 
@@ -66,13 +78,15 @@ _RECORD_BATCH = 3  # kind of a message
 Filter = Callable[[pa.RecordBatch], np.ndarray]
 
 
-class Row(NamedTuple):
-    """A value, usually a digest, at a point of a step, such as "batch start"."""
+class EvidenceRow(NamedTuple):
+    """A value, usually a digest, or a text; at a moment of a step, such as "batch start", or "" for the whole step."""
 
     step: int
-    point: str
-    name: str
-    value: int
+    moment: str
+    kind: EvidenceKind
+    of: str = ""
+    part: str = ""
+    value: int = 0
     text: str = ""
 
 
@@ -104,12 +118,12 @@ class EvidenceWriter:
     """Writes the evidence of one fit to a new file."""
 
     def __init__(self, path: Path, *, run_id: str) -> None:
-        self._rows: list[Row] = []
+        self._rows: list[EvidenceRow] = []
         self._file = AppendedFile(path, is_new=True)
         options = pa.ipc.IpcWriteOptions(compression="zstd")
         self._stream = pa.ipc.new_stream(self._file, _schema_of(run_id), options=options)
 
-    def append(self, rows: Sequence[Row]) -> None:
+    def append(self, rows: Sequence[EvidenceRow]) -> None:
         self._rows.extend(rows)
         if len(self._rows) >= ROWS_PER_BATCH:
             self.flush()
@@ -131,7 +145,7 @@ def read_values(stream: Path, run_id: str) -> dict[int, str]:
     """Return the JSON text of arguments by digest, without unreadable ones."""
     found, num_bytes = dict[int, str](), 0
     try:
-        for row in read_evidence(evidence_path(stream), run_id=run_id, keep=lambda it: _is(it, "point", VALUES)):
+        for row in read_evidence(evidence_path(stream), run_id=run_id, keep=lambda it: _is(it, "kind", "number")):
             found[row.value] = row.text
             num_bytes += len(row.text)
             if num_bytes > MAX_BYTES:  # a recorder keeps far less, MAX_TEXT in trace/op/call_graph.py
@@ -147,15 +161,15 @@ def read_checked(stream: Path, run_id: str, step: int, num_sites: int) -> tuple[
         rows = [*read_evidence(evidence_path(stream), run_id=run_id, keep=lambda it: _is(it, "step", step))]
     except ReferenceFormatError:
         return frozenset(range(num_sites)), None
-    checked = next((frozenset[int](json.loads(row.text)) for row in rows if row.point == CHECKED), None)
-    return frozenset(row.value for row in rows if row.point == UNSEEN_WRITE), checked
+    checked = next((frozenset[int](json.loads(row.text)) for row in rows if row.kind == "checked"), None)
+    return frozenset(row.value for row in rows if row.kind == "unseen_write"), checked
 
 
 def _is(batch: pa.RecordBatch, column: str, value: object) -> np.ndarray:
     return np.asarray(batch.column(column).to_numpy(zero_copy_only=False) == value)
 
 
-def read_evidence(path: Path, *, run_id: str, keep: Filter | None = None) -> Iterator[Row]:
+def read_evidence(path: Path, *, run_id: str, keep: Filter | None = None) -> Iterator[EvidenceRow]:
     """Yield the rows that ``keep`` selects; after a kill, up to the last whole batch; none if there is no file."""
     if not os.path.lexists(path):
         return
@@ -185,20 +199,20 @@ def read_evidence(path: Path, *, run_id: str, keep: Filter | None = None) -> Ite
             if any(column.null_count for column in batch.columns) or digest != _digest_batch(batch):
                 raise damaged(path, "a record batch does not match its digest")
             kept = batch if keep is None else batch.filter(pa.array(keep(batch)))
-            for row in map(Row, *(column.to_pylist() for column in kept.columns)):
+            for row in map(EvidenceRow, *(column.to_pylist() for column in kept.columns)):
                 _require_list(path, row)
                 yield row
     if not has_regular_end(path) and _is_fit_complete(path):
         raise damaged(path, "its end is missing, although the steps of its fit are complete")
 
 
-def _require_list(path: Path, row: Row) -> None:
+def _require_list(path: Path, row: EvidenceRow) -> None:
     """Raise ReferenceFormatError if the text of a row is not the JSON list that it has to be."""
-    if row.point == CHECKED:
+    if row.kind == "checked":
         kind: type[object] = int
-    elif row.name in (CONSTANTS, SCRIPTED) or row.point == PARAMETERS:
+    elif row.kind in NAMES:
         kind = str
-    elif row.point == VALUES or row.name.startswith(INDICES):
+    elif row.kind in ("indices", "number"):
         kind = object
     else:
         return
@@ -207,7 +221,7 @@ def _require_list(path: Path, row: Row) -> None:
         if not isinstance(content, list) or not all(isinstance(item, kind) for item in content):
             raise TypeError(f"it is {row.text[:40]!r}")
     except READ_ERRORS as error:
-        raise damaged(path, f"{row.name or row.point!r} of step {row.step} is not a list ({error})") from error
+        raise damaged(path, f"{row.kind} {row.of!r} of step {row.step} is not a list ({error})") from error
 
 
 def _read_message(file: BinaryIO) -> bytes | None:

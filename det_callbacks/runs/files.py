@@ -19,7 +19,7 @@ import pyarrow as pa
 from det_callbacks.digest.host import format_digest
 from det_callbacks.errors import ReferenceFormatError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 MANIFEST = "run.json"
 PROGRAMS = "programs"

@@ -8,11 +8,11 @@ import json
 import re
 import struct
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import msgspec
 import numpy as np
@@ -39,17 +39,67 @@ Role = Literal[
 IDLE = 0
 """Bits of a generator that nothing has drawn from since the fit began, whatever its state."""
 
-AFTER_STEP = " after the step"
-"""Suffix of the names of generator sites at the end of a step."""
+SubjectKind = Literal[
+    "",  # it has no name
+    "tensor",  # a parameter, a buffer, a part of the batch, the loss, an output, an observation: of its name
+    "gradient",  # of a tensor
+    "state",  # of an optimizer for a parameter: of "net.weight", part "exp_avg"
+    "further",  # state of a scheduler, a scaler, an averaged model: of "StepLR", part "last_epoch"
+    "generator",  # of "torch.cpu"; at the step's end the part is AT_END, for one that an op was given PASSED
+]
+"""What a site is of."""
 
-_OF = " of "  # as in "grad of net.weight"
+AT_END, PASSED = "at the end", "passed"  # parts of generators
+_FURTHER = re.compile(r"state of (.*?): (.*)", re.DOTALL)
+_AFTER_STEP, _ON = " after the step", "generator on "
 
-STATE_OF = "state of "  # prefix of further state: "state of StepLR: last_epoch"
+
+def after_step(name: str) -> str:
+    """Return the name of a generator at the end of a step, while it is recorded."""
+    return f"{name}{_AFTER_STEP}"
 
 
-def is_further(name: str) -> bool:
-    """Return whether a name is of state outside model and optimizers, recorded at the start of a step."""
-    return name.startswith(STATE_OF) and ": " in name
+def passed_on(device: str) -> str:
+    """Return the name of a generator that an op was given, while it is recorded."""
+    return f"{_ON}{device}"
+
+
+def is_passed(name: str) -> bool:
+    return name.startswith(_ON)
+
+
+def further_name(of: str, part: str) -> str:
+    """Return the name of state of neither model nor optimizers, while it is recorded."""
+    return f"state of {of}: {part}"
+
+
+class Subject(TypedDict):
+    """The fields of a site that say what it is of."""
+
+    subject: SubjectKind
+    of: str
+    part: str
+
+
+def subject_of(name: str | None, *, phase: str, role: str) -> Subject:
+    """Return the fields of a site that say what it is of, from the name that it has while it is recorded."""
+    if not name:
+        return Subject(subject="", of="", part="")
+    if role == "generator" or phase == "rng":
+        if name.startswith(_ON):
+            return Subject(subject="generator", of=name.removeprefix(_ON), part=PASSED)
+        of = name.removesuffix(_AFTER_STEP)
+        return Subject(subject="generator", of=of, part="" if of == name else AT_END)
+    if phase == "data":
+        return Subject(subject="tensor", of=name, part="")
+    if phase == "state" and (further := _FURTHER.fullmatch(name)) is not None:
+        return Subject(subject="further", of=further[1], part=further[2])
+    part, _, of = name.partition(" of ")
+    if not of:
+        return Subject(subject="tensor", of=name, part="")
+    if part == "grad":
+        return Subject(subject="gradient", of=of, part="")
+    return Subject(subject="state", of=of, part=part)
 
 
 # Layout details of sites.
@@ -82,7 +132,9 @@ class Site(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     occurrence: int = 0  # number of such sites before it in the step; a label, never a key for alignment
     output: int = 0
     role: Role
-    name: str | None = None  # "net.weight", "grad of net.weight", "exp_avg of net.weight", "batch[0]", "torch.cpu"
+    subject: SubjectKind = ""
+    of: str = ""  # "net.weight", "batch[0]", "torch.cpu"
+    part: str = ""  # "exp_avg"
     arguments: str = "{}"  # JSON object of the op's arguments by name, without tensors and ``varying``
     # names of the number arguments, which the program leaves out; the preceding site, of role argument, holds their
     # values, see ``argument_bits``
@@ -90,6 +142,33 @@ class Site(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     inputs: tuple[int, ...] = ()  # positions of the sites that this site read, ascending
     recomputed: bool = False  # repeated by activation checkpointing
     source: tuple[str, ...] = ()  # the user's lines, innermost first
+
+    @property
+    def name(self) -> str | None:
+        """What it is of, as text: "net.weight", "grad of net.weight", "exp_avg of net.weight"; None for no name."""
+        if self.subject == "gradient":
+            return f"grad of {self.of}"
+        if self.subject == "state":
+            return f"{self.part} of {self.of}"
+        if self.subject == "further":
+            return further_name(self.of, self.part)
+        if self.subject == "generator" and self.part:
+            return after_step(self.of) if self.part == AT_END else passed_on(self.of)
+        return self.of if self.subject else None
+
+    @property
+    def owner(self) -> str:
+        """The module that a named tensor belongs to: "net.head" for the gradient of net.head.weight; "" for none."""
+        return self.of.rpartition(".")[0] if self.subject in ("tensor", "gradient", "state") else ""
+
+    @property
+    def is_collective(self) -> bool:
+        return is_collective(self.op)
+
+    @property
+    def is_region(self) -> bool:
+        """Whether it is of a compiled region."""
+        return is_region(self.op)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,22 +187,10 @@ class SiteRow:
         source = tuple(map(without_surrogates, site.source))
         if site.occurrence or site.inputs or site.source != source:
             site = replace(site, occurrence=0, inputs=(), source=source)
-        place = [site.phase, site.module, site.op, site.output, site.role, site.name]
+        place = [site.phase, site.module, site.op, site.output, site.role, site.subject, site.of, site.part]
         kind = to_json([*place, site.arguments, site.varying, site.recomputed])
         with_source = kind.removesuffix(b"]") + b"," + to_json(source) + b"]"
         return cls(site, digest_bytes(kind), digest_bytes(with_source))
-
-
-def parameter_in(name: str, parameters: Container[str]) -> str | None:
-    """Return the parameter in the name of a gradient or state: "net.weight" in "exp_avg of net.weight"; or None.
-
-    Names of modules may contain " of ", so one of the ``parameters`` has to follow it.
-    """
-    at = -1 if name not in parameters else len(name)
-    while (at := name.find(_OF, at + 1)) >= 0:
-        if name[at + len(_OF) :] in parameters:
-            return name[at + len(_OF) :]
-    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,13 +206,27 @@ class TensorLayout:
     stride: tuple[int, ...] = ()
     detail: str = ""
 
+    @property
+    def part_read(self) -> str | None:
+        """Which parts of its tensors an op reads, as text, or None if it reads them whole or the detail is another."""
+        return self.detail.removeprefix(READS) if self.detail.startswith(READS) else None
+
 
 def describe_tensor(entry: TensorLayout | None) -> str:
     """Return "float32 [8, 64]"; "-" for no tensor."""
     if entry is None:
         return "-"
     shape = f" {list(entry.shape)}" if entry.shape or entry.stride else ""
-    return f"{entry.dtype}{shape}" + (f" {entry.detail}" if entry.detail and not entry.detail.startswith(READS) else "")
+    return f"{entry.dtype}{shape}" + (f" {entry.detail}" if entry.detail and entry.part_read is None else "")
+
+
+def is_collective(op: str) -> bool:
+    return op.startswith(COLLECTIVES)
+
+
+def is_region(op: str) -> bool:
+    """Return whether an op is of a compiled region."""
+    return op.startswith(REGION)
 
 
 def reads_expanded(layout: TensorLayout) -> bool:

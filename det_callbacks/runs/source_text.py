@@ -36,3 +36,9 @@ def read_source_text(folder: Path) -> dict[str, tuple[str, ...]]:
         for place, lines in text.items():
             found.setdefault(place, set()).add(lines)
     return {place: lines.pop() for place, lines in found.items() if len(lines) == 1}
+
+
+def place_and_function(line: str) -> tuple[str, str]:
+    """Return the parts of a source line: "train.py:41" and "forward"; "" for what it lacks."""
+    place, _, function = line.rpartition(" in ")
+    return place, function

@@ -38,7 +38,7 @@ SITE_SCHEMA = pa.schema(
         **{"position": pa.int32(), "site": pa.uint64()},
         **dict.fromkeys(("phase", "module", "op"), pa.string()),
         "output": pa.int32(),
-        **dict.fromkeys(("role", "name", "arguments"), pa.string()),
+        **dict.fromkeys(("role", "subject", "of", "part", "arguments"), pa.string()),
         "varying": pa.list_(pa.string()),
         **{"recomputed": pa.bool_(), "source": pa.list_(pa.string())},
     }

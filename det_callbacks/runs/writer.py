@@ -15,7 +15,7 @@ from det_callbacks.errors import ReferenceNotFoundError, RunExistsError, Selecti
 from det_callbacks.runs import files, tables
 from det_callbacks.runs.disk import ANOTHER_FOLDER, AppendedFile, make_folder, replace_atomically, writing
 from det_callbacks.runs.environment import EnvironmentEntry
-from det_callbacks.runs.evidence import VALUES, EvidenceWriter, NondeterministicOp, Row, evidence_path
+from det_callbacks.runs.evidence import EvidenceRow, EvidenceWriter, NondeterministicOp, evidence_path
 from det_callbacks.runs.files import MANIFEST, REPLACEMENT, read_file
 from det_callbacks.runs.lock import FolderLock
 from det_callbacks.runs.manifest import Attempt, Manifest, Purpose, ResumedFit, read_manifest, write_manifest
@@ -184,7 +184,7 @@ class RunWriter:
         self._chain, self._last_step = chain, step
         return chain
 
-    def put_evidence(self, rows: Sequence[Row]) -> None:
+    def put_evidence(self, rows: Sequence[EvidenceRow]) -> None:
         if self._evidence is None:
             self._evidence = EvidenceWriter(evidence_path(self.stream), run_id=self.manifest.run_id)
         self._evidence.append(rows)
@@ -194,7 +194,7 @@ class RunWriter:
         if len(values) > len(self._values):
             new = {bits: text for bits, text in values.items() if bits not in self._values}
             self._values.update(new)
-            self.put_evidence([Row(step, VALUES, "", bits, text) for bits, text in new.items()])
+            self.put_evidence([EvidenceRow(step, "", "number", value=bits, text=text) for bits, text in new.items()])
 
     def flush_evidence(self) -> None:
         """Flush the evidence to disk, so that a kill does not lose it."""

@@ -17,7 +17,7 @@ from det_callbacks.environment.rng import Held
 from det_callbacks.environment.variables import NUM_WORKERS
 from det_callbacks.errors import SettingsError
 from det_callbacks.internals.torch import BUFFERS, PARAMETERS, modules_in
-from det_callbacks.runs.evidence import BATCH, CALLBACKS, CONSTANTS, INDICES, KIND_OF_SAMPLER, LOADER, OPTIONS, SCRIPTED
+from det_callbacks.runs.evidence import KIND_OF_SAMPLER, LOADER
 from det_callbacks.trace.op.components import has_parts, holds_data
 from det_callbacks.trace.state.generators import GeneratorReader, Ledger
 from det_callbacks.trace.state.leaves import attributes_of, flatten
@@ -45,12 +45,12 @@ class Evidence(Ledger, LoaderFollower):
         module = training.module
         with unobserved():
             constants = [name for name, tensor in StateWalker(module).walk(PARAMETERS, BUFFERS) if _is_constant(tensor)]
-        self.note(_FIT_START, CONSTANTS, len(constants), json.dumps(constants))
+        self.note(_FIT_START, "constants", value=len(constants), text=json.dumps(constants))
         if scripted := _scripted(module):
-            self.note(_FIT_START, SCRIPTED, text=json.dumps(scripted))
-        self._options: dict[str, object] = {}
-        for point, who in training.hooks.items():
-            self.note(_FIT_START, f"{CALLBACKS}{point}", text=who)
+            self.note(_FIT_START, "scripted", text=json.dumps(scripted))
+        self._options: dict[tuple[str, str], object] = {}
+        for (order, hook), who in training.hooks.items():
+            self.note(_FIT_START, "hook", hook, order, text=who)
 
     def note_options(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Note numeric options of the optimizers that changed since the last update."""
@@ -58,11 +58,11 @@ class Evidence(Ledger, LoaderFollower):
             of_optimizer = f" of optimizer {number}" if len(optimizers) > 1 else ""
             for index, group in enumerate(optimizer.param_groups):
                 for option, value in group.items():
-                    name = f"{option} of group {index}{of_optimizer}"
+                    of_group = f"group {index}{of_optimizer}"
                     # no tensors: reading one waits for its device
-                    if isinstance(value, int | float) and self._options.get(name) != value:
-                        self._options[name] = value
-                        self.note(OPTIONS, name, text=json.dumps(value))
+                    if isinstance(value, int | float) and self._options.get((of_group, option)) != value:
+                        self._options[of_group, option] = value
+                        self.note("", "option", of_group, option, text=json.dumps(value))
 
     @hidden
     def begin_loaders(
@@ -77,7 +77,7 @@ class Evidence(Ledger, LoaderFollower):
         self.held = held
         for name, one in loaders.items():
             for setting, text in _settings_of(one):
-                self.note(LOADER, f"{setting} of {name}", text=text)
+                self.note(LOADER, "loader", name, setting, text=text)
             # if loaders are exhausted in turn, the loader of a draw is unknown
             if draws is None and (not is_in_turn or len(loaders) == 1):
                 self._draws.follow(name, one)
@@ -112,7 +112,7 @@ class Evidence(Ledger, LoaderFollower):
         with unobserved():
             for name, value in flatten(loaded, "batch", is_whole=True):
                 if isinstance(value, Tensor) and id(value) not in given and holds_data(value):
-                    self.note_tensor(BATCH, f"{name} as loaded", value)
+                    self.note_tensor("loaded", name, value)
 
     def add_batch(self) -> None:
         """Note that the step under way got the batch that was loaded last."""
@@ -126,8 +126,8 @@ class Evidence(Ledger, LoaderFollower):
             if None not in parts:
                 indices = [number for part in parts for number in part or ()]
                 shown = json.dumps(indices[:MAX_INDICES])
-                self.note(BATCH, f"{INDICES}{loader}", _digest_numbers(indices), shown)
-                self.note(BATCH, f"sorted indices of {loader}", _digest_numbers(sorted(indices)))
+                self.note("", "indices", loader, value=_digest_numbers(indices), text=shown)
+                self.note("", "sorted_indices", loader, value=_digest_numbers(sorted(indices)))
         self._indices = []
 
     def _last_drawn(self, number: int) -> list[tuple[Any, dict[str, Any]]]:

@@ -24,4 +24,4 @@ def metric_of(value: Tensor | float) -> Metric:
 def generator_states(reader: GeneratorReader) -> dict[str, str]:
     ledger = Ledger(reader)
     ledger.mark("")
-    return {f"{GENERATOR}{row.name}": format_digest(row.value) for row in ledger.take(0)}
+    return {f"{GENERATOR}{row.of}": format_digest(row.value) for row in ledger.take(0)}

@@ -10,13 +10,7 @@ from torch.optim import Optimizer
 
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.internals.torch import PARAMETERS as HELD_PARAMETERS
-from det_callbacks.runs.evidence import (
-    IN_NO_OPTIMIZER,
-    IN_OPTIMIZER,
-    PARAMETERS,
-    WITH_GRADIENT,
-    WITH_LARGE_GRADIENT,
-)
+from det_callbacks.runs.evidence import EvidenceKind
 from det_callbacks.trace.op.components import PLAIN
 from det_callbacks.trace.state.generators import Ledger
 from det_callbacks.trace.state.optimizers import parameters_of
@@ -36,7 +30,7 @@ class OptimizedParameters:
 
     def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer], ledger: Ledger) -> None:
         self._module, self._optimizers, self._ledger = module, optimizers, ledger
-        self._noted: dict[str, list[str]] = {}
+        self._noted: dict[tuple[EvidenceKind, str], list[str]] = {}
         self._epoch: int | None = None
         self._others: dict[str, Tensor] = {}
         self._with_gradient: list[str] = []
@@ -53,17 +47,17 @@ class OptimizedParameters:
         parameters = StateWalker(self._module).walk(HELD_PARAMETERS)
         trainable = {id(one): (name, one) for name, one in parameters if one.requires_grad}
         self._names = {identity: name for identity, (name, _) in trainable.items()}
-        others, found = dict(trainable), dict[str, list[str]]()
+        others, found = dict(trainable), dict[tuple[EvidenceKind, str], list[str]]()
         for number, optimizer in enumerate(self._optimizers):
             held = [id(one) for one in parameters_of(optimizer)]
-            found[f"{IN_OPTIMIZER}{number}"] = [trainable[one][0] for one in held if one in trainable]
+            found["trained", str(number)] = [trainable[one][0] for one in held if one in trainable]
             for one in held:
                 others.pop(one, None)
-        found[IN_NO_OPTIMIZER] = [name for name, _ in others.values()]
+        found["untrained", ""] = [name for name, _ in others.values()]
         self._others = {name: one for name, one in others.values() if name not in self._with_gradient}
         for what, names in found.items():
             if self._noted.get(what) != names:
-                self._note(what, names)
+                self._note(*what, names)
         self._noted = found
 
     def measure_gradients(self) -> None:
@@ -94,7 +88,7 @@ class OptimizedParameters:
         beyond = [name for name, size in sizes.items() if size > largest * max(MIN_SHARE, least[name])]
         if not self._measured.keys() >= {*beyond}:
             self._measured |= dict.fromkeys(beyond)
-            self._note(WITH_LARGE_GRADIENT, [*self._measured])
+            self._note("large_gradient", "", [*self._measured])
 
     def end_step(self) -> None:
         found = [name for name, parameter in self._others.items() if parameter.grad is not None]
@@ -102,10 +96,10 @@ class OptimizedParameters:
             self._with_gradient += found
             for name in found:
                 del self._others[name]
-            self._note(WITH_GRADIENT, self._with_gradient)
+            self._note("untrained_with_gradient", "", self._with_gradient)
 
-    def _note(self, what: str, names: list[str]) -> None:
-        self._ledger.note(PARAMETERS, what, len(names), json.dumps(names))
+    def _note(self, kind: EvidenceKind, optimizer: str, names: list[str]) -> None:
+        self._ledger.note("", kind, optimizer, value=len(names), text=json.dumps(names))
 
 
 def _is_measured(gradient: Tensor | None) -> TypeGuard[Tensor]:

@@ -15,7 +15,7 @@ from det_callbacks.environment.variables import FILL_MEMORY, PERTURB
 from det_callbacks.errors import TraceError
 from det_callbacks.findings.table import ignored_findings
 from det_callbacks.observers.observations import REGISTRY, Observations
-from det_callbacks.runs.evidence import AFTER_BACKWARD, AFTER_FORWARD, BATCH, BATCH_END, SAMPLE
+from det_callbacks.runs.evidence import AFTER_BACKWARD, AFTER_FORWARD, BATCH_END
 from det_callbacks.runs.manifest import Manifest
 from det_callbacks.runs.peers import ALONE, Peers
 from det_callbacks.runs.selection import Selection
@@ -276,7 +276,7 @@ class TracedSession(Session):
         if self._perturbation is not None:
             self._perturbation.end_step()
         for number, digest in enumerate(self._hash_mode.sketch):
-            self._evidence.note(BATCH, f"{SAMPLE}{number}", digest)
+            self._evidence.note("", "sample", part=str(number), value=digest)
         self.flush(step)
         if trace is None:
             raise TraceError(

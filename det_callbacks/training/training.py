@@ -15,7 +15,7 @@ from det_callbacks.environment.rng import Held
 from det_callbacks.internals.torch import DDP_IGNORED, scaler_state
 from det_callbacks.ranks.replicas import ReplicatedState, replicated_state
 from det_callbacks.report.console import print_closing_line
-from det_callbacks.runs.program import STATE_OF
+from det_callbacks.runs.program import further_name
 from det_callbacks.trace.state.leaves import attributes_of, flatten
 from det_callbacks.training.draws import Draws
 
@@ -67,7 +67,7 @@ class Training:
     framework = "lightning"  # the distribution whose version is recorded
     # options that change bits, by name: precision, accumulation, clipping, hyperparameters
     choices: Mapping[str, Any]
-    hooks: Mapping[str, str]  # point of a step -> user code that runs there, and may advance a generator
+    hooks: Mapping[tuple[str, str], str]  # order and hook -> user code that runs there, and may advance a generator
     # each with its interval ("epoch"), or None if unknown
     schedulers: Sequence[tuple[Any, str]] | None = None
     scaler: Any = None  # gradient scaler of mixed precision
@@ -98,10 +98,10 @@ class Training:
                 name = type(scheduler).__name__
                 shown = f"{name} {number}" if number else name
                 for key, value in _state_of(scheduler).items():
-                    yield from flatten(value, f"{STATE_OF}{shown}: {key}")
+                    yield from flatten(value, further_name(shown, key))
             if self.scaler is not None:
                 for key, tensor in scaler_state(self.scaler).items():
-                    yield f"{STATE_OF}the gradient scaler: {key}", tensor
+                    yield further_name("the gradient scaler", key), tensor
 
     @property
     def ddp(self) -> DistributedDataParallel | None:

@@ -426,10 +426,8 @@ class _Judge:
             text += f"; {explain_ranks(ranks)}"
         if whole:
             text += f"; in addition, {shown_whole}"
-        names = (choice.name for choice in graph.choices)
-        chosen = next((name for name in names if text.startswith(f"{name} is ")), "")
         evidence, trail = evidence_lines(graph), trail_of(graph, walk)
-        return _Answer(shown, found_cause.cause, text, found_cause.advice, evidence, chosen, trail)
+        return _Answer(shown, found_cause.cause, text, found_cause.advice, evidence, found_cause.setting, trail)
 
     def _answer_metric(self, metric: MetricDifference, agree: str) -> _Answer:
         others = self.metrics.num_differing - 1

@@ -30,11 +30,11 @@ from det_callbacks.compare.step import StepCounter, compare_steps
 from det_callbacks.errors import NotComparableError, RankError, SelectionError
 from det_callbacks.runs.disk import replace_atomically, writing
 from det_callbacks.runs.environment import compare_environments
-from det_callbacks.runs.evidence import BATCH, CHECKED, UNSEEN_WRITE, NondeterministicOp, Row
+from det_callbacks.runs.evidence import OF_BATCH, EvidenceRow, NondeterministicOp
 from det_callbacks.runs.manifest import Manifest
 from det_callbacks.runs.metrics import Reading, Readings, read_metrics
 from det_callbacks.runs.peers import ALONE, END_OF_FIT, Peers
-from det_callbacks.runs.program import AFTER_STEP, IDLE, StepView, parameter_in
+from det_callbacks.runs.program import AT_END, IDLE, StepView
 from det_callbacks.runs.steps import Expectation, StepTrace
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.writer import RunWriter
@@ -110,8 +110,8 @@ class Verification:
         self._fits: list[FitRecord] = []
         self._known: frozenset[int] = frozenset()
         self._reference_step = lru_cache(1)(partial(reference.view, peers.rank))
-        self._rows: list[Row] = []
-        self._lasting: dict[str, Row] = {}
+        self._rows: list[EvidenceRow] = []
+        self._lasting: dict[tuple[str, ...], EvidenceRow] = {}
         self._is_explained = self._lacks_steps = False
         self._num_stored = 0
         self._counter = StepCounter()
@@ -223,14 +223,13 @@ class Verification:
             return
         previous, current_state = self.reference.view(self.rank, self.segment, step - 1), digest_state()
         first = num_leading_sites(previous.program)
-        reference_state = {
-            site.name: int(digest)
-            for site, digest in zip(previous.program.sites[first:], previous.record.digests[first:], strict=True)
-            if site.phase == "state" and site.role == "named" and site.name is not None
-        }
+        sites = zip(previous.program.sites[first:], previous.record.digests[first:].tolist(), strict=True)
+        state = [(site, bits) for site, bits in sites if site.phase == "state" and site.role == "named"]
+        reference_state = {site.name: bits for site, bits in state}
+        reference_of = {str(site.name): site.of for site, _ in state}
         changed = [name for name, bits in current_state.items() if reference_state.get(name) != bits]
         # the step also recorded what training_step returned
-        others = (name for name in reference_state if name not in current_state and parameter_in(name, current_state))
+        others = (name for name, of in reference_of.items() if name not in current_state and of in current_state)
         self.fit.unrestored = (*changed, *others)
 
     def idle_generators(self, step: int) -> frozenset[str] | None:
@@ -240,12 +239,9 @@ class Verification:
             return None
         view = self.reference.view(self.rank, self.segment, before)
         states = zip(view.program.sites, view.record.digests.tolist(), strict=True)
-        ends = ((site.name or "", bits) for site, bits in states if site.role == "generator")
-        return frozenset(
-            name.removesuffix(AFTER_STEP) for name, bits in ends if name.endswith(AFTER_STEP) and bits == IDLE
-        )
+        return frozenset(site.of for site, bits in states if site.part == AT_END and bits == IDLE)
 
-    def put_evidence(self, rows: Iterable[Row]) -> None:
+    def put_evidence(self, rows: Iterable[EvidenceRow]) -> None:
         """Keep the evidence of the step that ends, as long as it may be the first that differs."""
         if not self._is_explained:
             self._rows.extend(rows)
@@ -277,7 +273,7 @@ class Verification:
         self.tally.count([step], trace.program, num_compared)
         if not num_differing:
             # settings of loaders and hooks hold until the next reading
-            self._lasting.update((row.name, row) for row in self._rows if row.text and row.point != BATCH)
+            self._lasting.update((row[2:5], row) for row in self._rows if row.text and row.kind not in OF_BATCH)
             self._rows = [*from_batch_start(row for row in self._rows if row.step == step)]
             return False
         self.tally.num_differing += num_differing
@@ -403,9 +399,11 @@ def write_step(writer: RunWriter, view: StepView) -> None:
     writer.append(record.step, record.epoch, record.program_id, record.layout_id, record.digests)
     writer.put_values(record.step, view.read_values())
     if view.unseen_writes:
-        writer.put_evidence([Row(record.step, UNSEEN_WRITE, "site", at) for at in sorted(view.unseen_writes)])
+        writer.put_evidence(
+            [EvidenceRow(record.step, "", "unseen_write", value=at) for at in sorted(view.unseen_writes)]
+        )
     if view.checked is not None:
-        writer.put_evidence([Row(record.step, CHECKED, "sites", 0, json.dumps(sorted(view.checked)))])
+        writer.put_evidence([EvidenceRow(record.step, "", "checked", text=json.dumps(sorted(view.checked)))])
     writer.flush_evidence()
 
 

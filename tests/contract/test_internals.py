@@ -25,7 +25,7 @@ ROOM = "det_callbacks/internals/"
 TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
 TORCH, LIGHTNING = torch.TORCH, lightning.LIGHTNING
-REFERENCE = TESTS / "frozen" / "format-1" / "reference"
+REFERENCE = TESTS / "frozen" / "format-2" / "reference"
 
 # Of the standard library, which documents them or has nothing else.
 OF_PYTHON = frozenset({"_exit", "_fields", "_getframe"})

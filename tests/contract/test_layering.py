@@ -114,6 +114,26 @@ def test_imports_go_downwards_only():
     assert violations(modules) == []
 
 
+TAKES_APART = {"startswith", "endswith", "removeprefix", "removesuffix", "partition", "rpartition", "split"}
+READERS = ("compare", "causes", "findings", "report", "verify", "cli")
+
+
+def test_what_a_row_is_of_is_taken_apart_only_where_rows_are_written_and_read():
+    """The fields of a row say what it is of: ``Site.subject``, ``of`` and ``part``, ``EvidenceRow.kind`` and so on."""
+    found = []
+    for module, source in package_sources().items():
+        if module.split(".")[1:2] not in [[room] for room in READERS]:
+            continue
+        for node in ast.walk(ast.parse(source)):
+            is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+            if is_call and node.func.attr in TAKES_APART and isinstance(node.func.value, ast.Attribute):
+                owner = node.func.value
+                is_row = isinstance(owner.value, ast.Name) and owner.value.id in ("site", "row", "one", "divergence")
+                if is_row and owner.attr in ("name", "of", "part", "moment", "detail"):
+                    found.append(f"{module}:{node.lineno}")
+    assert found == []
+
+
 def test_no_modules_import_each_other_in_a_circle_not_even_for_types():
     assert circle(package_sources()) == []
 

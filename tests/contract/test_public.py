@@ -50,7 +50,7 @@ def test_a_verdict_that_is_not_of_its_schema_fails_every_test():
 
 FROZEN = Path(__file__).parents[1] / "frozen"
 AGAIN = (
-    "FORMAT_VERSION or DIGEST_VERSION has changed. Keep the older folders, which every later version 1 has to read; "
+    "FORMAT_VERSION or DIGEST_VERSION has changed. Keep the folders that a release wrote, which later versions read; "
     "run tests/frozen/training.py as its docstring says, and add the new folder."
 )
 

@@ -1,4 +1,4 @@
-"""Format version 1 of a run folder, pinned: names, columns, bytes; read here without det_callbacks.
+"""Format version 2 of a run folder, pinned: names, columns, bytes; read here without det_callbacks.
 
 A failure means that older versions cannot read what this one writes: FORMAT_VERSION has to go up, and CHANGELOG.md to
 say so.
@@ -17,8 +17,8 @@ from stored_runs import digests_of, record, small_layout, small_program
 
 from det_callbacks.runs.program import Role
 
-PROGRAM = "584df17145d3b743"
-SITES = "0088c3e938de2d27"
+PROGRAM = "f33c3b2683cf5aca"
+SITES = "61d9efc3f916e936"
 LAYOUT = "9d790b2ff43dcaba"
 STREAMS = ("attempt-000.arrows", "attempt-000.segment-001.arrows")
 EVIDENCE = tuple(name.replace(".arrows", ".evidence.arrows") for name in STREAMS)
@@ -37,7 +37,7 @@ SITE_COLUMNS = {
     **{"position": "int32", "site": "uint64"},
     **dict.fromkeys(("phase", "module", "op"), "string"),
     "output": "int32",
-    **dict.fromkeys(("role", "name", "arguments"), "string"),
+    **dict.fromkeys(("role", "subject", "of", "part", "arguments"), "string"),
     "varying": "list<element: string>",
     "recomputed": "bool",
     "source": "list<element: string>",
@@ -80,7 +80,7 @@ def test_run_json(run):
     content = json.loads((run / "run.json").read_text())
     digest = content.pop("digest")
     assert set(content) == set(RUN_JSON.split())
-    assert (content["format_version"], content["digest_version"]) == (1, 1)
+    assert (content["format_version"], content["digest_version"]) == (2, 1)
     assert (content["purpose"], content["world_size"]) == ("record", 1)
     assert content["attempts"] == [{"segments": 2, "resumed_from": [], "readings": []}]
     assert digest == f"{xxh3(json.dumps(content, sort_keys=True).encode()):016x}"
@@ -88,7 +88,7 @@ def test_run_json(run):
 
 def test_the_streams_and_their_chains(run):
     run_id = json.loads((run / "run.json").read_text())["run_id"]
-    versions = {b"format_version": b"1", b"digest_version": b"1"}
+    versions = {b"format_version": b"2", b"digest_version": b"1"}
     for segment, (name, num_steps) in enumerate(zip(STREAMS, (6, 2), strict=True)):
         stream = pa.ipc.open_stream((run / "rank-00000" / name).read_bytes())
         rows = stream.read_all().to_pylist()
@@ -112,14 +112,15 @@ def xxh3_of_json(content: object) -> int:
 def test_the_sites_and_their_ids(run):
     table = pq.read_table(run / "sites" / f"{SITES}.parquet")
     assert columns(table.schema) == SITE_COLUMNS
-    assert table.schema.metadata == {b"format_version": b"1"}
+    assert table.schema.metadata == {b"format_version": b"2"}
     assert set(get_args(Role)) == set(ROLES.split())
     first, second = (tuple(row.values()) for row in table.to_pylist())
     assert first[2:] == (
-        *("forward", "net.größe", "aten.mul.Tensor", 0, "named", "batch[0]", '{"other":2.0}', ["lr"], True),
+        *("forward", "net.größe", "aten.mul.Tensor", 0, "named", "tensor", "batch[0]", ""),
+        *('{"other":2.0}', ["lr"], True),
         ["train.py:41 in forward", "train.py:7 in main"],
     )
-    assert second[2:] == ("backward", "net", "aten.mul.Tensor", 0, "output", None, "{}", [], False, [])
+    assert second[2:] == ("backward", "net", "aten.mul.Tensor", 0, "output", "", "", "", "{}", [], False, [])
     ids = [xxh3_of_json(row[2:]) for row in (first, second)]
     assert [row[:2] for row in (first, second)] == [*enumerate(ids)]
     assert f"{xxh3(struct.pack('<2Q', *ids)):016x}" == SITES
@@ -135,7 +136,7 @@ def test_a_program_and_its_name(run):
     counts = {"ops_seen": 9, "ops_digested": 3, "ops_skipped": {"view": 6}, "opaque_regions": ["net.fused"]}
     metadata = table.schema.metadata
     assert set(metadata) == {b"format_version", b"counts", b"digest"}
-    assert (metadata[b"format_version"], json.loads(metadata[b"counts"])) == (b"1", counts)
+    assert (metadata[b"format_version"], json.loads(metadata[b"counts"])) == (b"2", counts)
     content = struct.pack("<3Q", *ids) + json.dumps(counts, sort_keys=True).encode()
     assert metadata[b"digest"].decode() == f"{xxh3(content):016x}"
     # source lines are no part of the name, nor are positions
@@ -147,7 +148,7 @@ def test_a_program_and_its_name(run):
 def test_a_layout_and_its_name(run):
     table = pq.read_table(run / "layouts" / f"{LAYOUT}.parquet")
     assert columns(table.schema) == LAYOUT_COLUMNS
-    assert table.schema.metadata == {b"format_version": b"1"}
+    assert table.schema.metadata == {b"format_version": b"2"}
     tensor = ["float32", [2, 3], [3, 1], ""]
     assert [[*row.values()] for row in table.to_pylist()] == [[0, *tensor], [1, *[None] * 4], [2, *tensor]]
     entry = xxh3(json.dumps(tensor, separators=(",", ":")).encode())

@@ -137,7 +137,7 @@ def test_loaders_that_a_scheduler_had_set_up_are_followed_and_get_no_workers(mon
     run = Run.open(tmp_path / "run")
     stream = run.rank(0).file_of(0, 0).path
     rows = read_evidence(evidence_path(stream), run_id=run.manifest.run_id)
-    assert {"before a batch is drawn", "before the loader starts"} <= {row.point for row in rows}
+    assert {"before a batch is drawn", "before the loader starts"} <= {row.moment for row in rows}
     monkeypatch.setenv(NUM_WORKERS, "1")
     with pytest.raises(SettingsError, match="number of workers can still be set"):
         Fit(DeterminismCallback(tmp_path / "other", mode="record"), model=Asking).run()
@@ -201,8 +201,8 @@ def test_no_run_is_written_over(reference, damageable, tmp_path, monkeypatch):
 UNUSABLE: dict[str, tuple[Callable[[Path], object], str]] = {
     "": (shutil.rmtree, "There is no run in"),
     "run.json": (
-        lambda path: path.write_text(path.read_text().replace('"format_version": 1', '"format_version": 99')),
-        "has format_version 99, but this version of det_callbacks reads 1",
+        lambda path: path.write_text(path.read_text().replace('"format_version": 2', '"format_version": 99')),
+        "has format_version 99, but this version of det_callbacks reads 2",
     ),
     "rank-00000/attempt-000.arrows": (Path.unlink, "damaged"),
 }

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 from trainers import LIGHTNING_ADVICE, quiet_trainer
 
 from det_callbacks import DeterminismCallback
-from det_callbacks.runs.evidence import Row, evidence_path, read_evidence
+from det_callbacks.runs.evidence import EvidenceRow, evidence_path, read_evidence
 from det_callbacks.runs.store import Run
 from det_callbacks.training import evidence
 from det_callbacks.verdict import Verdict
@@ -40,7 +40,7 @@ class OfNumbered(Classifier):
         return super().training_step(batch[:2], batch_idx)
 
 
-def rows_of(path: Path) -> list[Row]:
+def rows_of(path: Path) -> list[EvidenceRow]:
     run = Run.open(path)
     stream = run.rank(0).file_of(0, int(run.rank(0).steps(0)[0])).path
     return list(read_evidence(evidence_path(stream), run_id=run.manifest.run_id))
@@ -68,7 +68,7 @@ def test_the_indices_are_those_of_the_batch_that_is_trained_on(tmp_path, workers
     loader = DataLoader(NUMBERED, 4, shuffle=True, generator=torch.Generator().manual_seed(1), **workers)
     OfNumbered.trained.clear()
     rows = rows_of(record(tmp_path / "run", loader, max_epochs=2))
-    indices = {row.step: json.loads(row.text) for row in rows if row.name == "indices of train_dataloader"}
+    indices = {row.step: json.loads(row.text) for row in rows if row.kind == "indices"}
     assert list(indices) == list(range(12))
     assert [*indices.values()] == OfNumbered.trained
 
@@ -77,7 +77,7 @@ def test_the_first_other_sample_is_named_by_its_index(tmp_path, monkeypatch):
     monkeypatch.setattr(evidence, "MAX_INDICES", 3)  # of a batch, the first ones are kept
     other = [*ORDER[:6], 20, *ORDER[7:]]
     reference = record(tmp_path / "run", DataLoader(NUMBERED, 4, sampler=ORDER))
-    texts = [json.loads(row.text) for row in rows_of(reference) if row.name == "indices of train_dataloader"]
+    texts = [json.loads(row.text) for row in rows_of(reference) if row.kind == "indices"]
     assert texts == [ORDER[start : start + 3] for start in range(0, 24, 4)]
     verdict = verify(reference, DataLoader(NUMBERED, 4, sampler=other))
     assert verdict.first_divergence.step == 1

@@ -154,6 +154,6 @@ def test_what_is_written_is_what_the_host_writes_and_nothing_waits_for_it(tmp_pa
     rows = []
     for run in runs:
         evidence = read_evidence(evidence_path(stream_path(run.path, 0, 0, 0)), run_id=run.manifest.run_id)
-        rows.append([row.value for row in evidence if row.name.endswith("as loaded")])
+        rows.append([row.value for row in evidence if row.kind == "loaded"])
     assert len(rows[0]) == 4
     assert rows[1] == rows[0] == [value ^ (2**64 - 1) for value in rows[2]]

@@ -155,7 +155,8 @@ def test_its_callbacks_bars_and_loggers_are_known(tmp_path, capsys):
     fit(twin, callback, Drawing(), Bar(), **options)
     assert any(words)
     window = read_window(StoredRun.open(tmp_path / "run"), 0, 0, 0)
-    assert {hook: text.rpartition(".")[2] for hook, text in window.hooks.items()} == {"after on_train_start": "Drawing"}
+    found = {hook: text.rpartition(".")[2] for hook, text in window.hooks.items()}
+    assert found == {("on_train_start", "after"): "Drawing"}
 
 
 def test_ours_are_callbacks_of_both_packages_whichever_came_first():

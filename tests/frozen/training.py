@@ -1,7 +1,7 @@
 """The training whose runs are kept here: ``python training.py FOLDER`` records one, and verifies another against it.
 
 Its numbers are small multiples of powers of two, so that every machine and every version of torch gets the same bits.
-``tests/frozen/format-1`` was made in an empty folder outside of the repository by the version of its ``run.json``.
+``tests/frozen/format-2`` was made in an empty folder outside of the repository by the version of its ``run.json``.
 """
 
 import sys

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from step_builder import FLOAT, both, judge, record, steps_of, training_step
 
-from det_callbacks.runs.program import AFTER_STEP, TensorLayout
+from det_callbacks.runs.program import TensorLayout, after_step
 from det_callbacks.runs.selection import Selection
 from det_callbacks.verdict import EnvironmentDifference
 from det_callbacks.verify.judge import compare_runs
@@ -106,7 +106,7 @@ def compiled_in(run, instead):
 
 def after_a_draw(step, now):
     step.batch("batch[0]", [1, 2])
-    step.row(now, None, phase="rng", name=f"python{AFTER_STEP}", role="named")
+    step.row(now, None, phase="rng", name=after_step("python"), role="named")
 
 
 def with_another_label(step, now):
@@ -370,7 +370,7 @@ CASES = [
     case(of_dtype, "settings", PRECISION_FIRST, environment=[PRECISION, choice("settings.deterministic_algorithms")]),
     case(of_dtype, "initial_weights", "!which explains the first difference", environment=[LR]),
     case(of_other_shape, "initial_weights", "!which explains the first difference", environment=[PRECISION]),
-    case(of_other_shape, "initial_weights", "so build the same model"),
+    case(of_other_shape, "initial_weights", "so build the same model, and give the optimizer the same parameters"),
     case(
         lambda step, now: step.named("ac"[now], 1),
         "initial_weights",

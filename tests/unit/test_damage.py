@@ -14,7 +14,7 @@ from stored_runs import OneOf, append, create, digests_of, join, record, resume,
 
 from det_callbacks.cli import main
 from det_callbacks.errors import ReferenceFormatError
-from det_callbacks.runs.evidence import NondeterministicOp, Row
+from det_callbacks.runs.evidence import EvidenceRow, NondeterministicOp
 from det_callbacks.runs.manifest import Attempt, read_manifest, write_manifest
 from det_callbacks.runs.metrics import Metric, Reading
 from det_callbacks.runs.store import Run
@@ -31,7 +31,10 @@ def write(path: Path, seeds: dict[int, int]) -> Path:
         for fit in range(2):
             for step in range(4):
                 append(writer, [step], seed=seeds.get(step, 0) if fit else 0)
-                rows = Row(step, "batch start", "torch.cpu", step), Row(step, "batch", "paths", 7, "a.png")
+                rows = (
+                    EvidenceRow(step, "batch start", "generator", "torch.cpu", value=step),
+                    EvidenceRow(step, "", "loaded", "paths", value=7, text="a.png"),
+                )
                 writer.put_evidence(rows)
             if not fit:
                 writer.start_segment()

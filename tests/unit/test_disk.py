@@ -14,7 +14,7 @@ from det_callbacks.cli import main
 from det_callbacks.cli.check import new_folder
 from det_callbacks.errors import WriteError
 from det_callbacks.runs.disk import AppendedFile, make_folder, writing
-from det_callbacks.runs.evidence import EvidenceWriter, Row, read_evidence
+from det_callbacks.runs.evidence import EvidenceRow, EvidenceWriter, read_evidence
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -68,16 +68,16 @@ def test_no_write_outlives_a_failed_one_and_the_last_whole_message_stays(tmp_pat
 def test_evidence_after_a_full_disk_is_a_torn_tail_and_no_damage(tmp_path, monkeypatch):
     path = tmp_path / "a.evidence.arrows"
     writer = EvidenceWriter(path, run_id="run")
-    writer.append([Row(0, "batch start", "torch.cpu", 1)])
+    writer.append([EvidenceRow(0, "batch start", "generator", "torch.cpu", value=1)])
     writer.flush()
     real = writer._file._file
     half = Mock(side_effect=lambda content: real.write(bytes(content)[: len(content) // 2]))
-    writer.append([Row(1, "batch start", "torch.cpu", 2)])
+    writer.append([EvidenceRow(1, "batch start", "generator", "torch.cpu", value=2)])
     with monkeypatch.context() as patch:
         patch.setattr(writer._file, "_file", Mock(write=half))
         with pytest.raises(WriteError, match="bytes had room"):
             writer.flush()
-    writer.append([Row(2, "batch start", "torch.cpu", 3)])
+    writer.append([EvidenceRow(2, "batch start", "generator", "torch.cpu", value=3)])
     writer.close()
     assert [row.step for row in read_evidence(path, run_id="run")] == [0]
 

@@ -4,27 +4,29 @@ import pytest
 
 from det_callbacks.causes.generators import keep_from_drawing, show_change
 from det_callbacks.compare.evidence import Evidence, compare_windows, gather_window
-from det_callbacks.runs.evidence import Row
+from det_callbacks.runs.evidence import EvidenceRow
 
 POINTS = ("before a batch is drawn", "batch start", "after forward", "after backward", "batch end")
 
 
-def fit(steps: int, *, drawn_at: tuple[int, str] | None = None) -> list[Row]:
-    state, rows = 100, [Row(0, "fit start", "torch.cpu", 100), Row(0, "fit start", "seed of torch.cpu", 5)]
-    rows.append(Row(0, "fit start", "callbacks after on_train_batch_end", 0, "EMA, Plot"))
+def fit(steps: int, *, drawn_at: tuple[int, str] | None = None) -> list[EvidenceRow]:
+    state = 100
+    rows = [EvidenceRow(0, "fit start", "generator", "torch.cpu", value=state)]
+    rows.append(EvidenceRow(0, "fit start", "seed", "torch.cpu", value=5))
+    rows.append(EvidenceRow(0, "fit start", "hook", "on_train_batch_end", "after", text="EMA, Plot"))
     for step in range(steps):
         for point in ("before validation", "after validation") if step == 2 else ():
-            rows.append(Row(step, point, "torch.cpu", state))
+            rows.append(EvidenceRow(step, point, "generator", "torch.cpu", value=state))
             state += 1000 * ((step, point) == drawn_at)
         for point in POINTS:
-            rows.append(Row(step, point, "torch.cpu", state))
+            rows.append(EvidenceRow(step, point, "generator", "torch.cpu", value=state))
             if point == "batch start":
-                rows.append(Row(step, point, "seed of torch.cpu", 5))
+                rows.append(EvidenceRow(step, point, "seed", "torch.cpu", value=5))
             state += (point == "batch start") + 1000 * ((step, point) == drawn_at)
     return rows
 
 
-def compare(ours: list[Row], theirs: list[Row], step: int) -> Evidence:
+def compare(ours: list[EvidenceRow], theirs: list[EvidenceRow], step: int) -> Evidence:
     since = step - 1 if step else None
     found = [gather_window((row for row in rows if row.step <= step), since=since) for rows in (ours, theirs)]
     return compare_windows(*found, step)
@@ -51,8 +53,8 @@ def test_a_draw_after_the_backward_pass_is_not_put_down_to_the_optimizer():
 )
 def test_indices_tell_order_from_content_and_the_first_other_one_is_named(theirs, text, indices, first):
     def batch(values, text):
-        names = ("indices of train_dataloader", "sorted indices of train_dataloader")
-        return [Row(0, "batch", name, value, text) for name, value in zip(names, values or (), strict=False)]
+        pairs = zip(("indices", "sorted_indices"), values or (), strict=False)
+        return [EvidenceRow(0, "", kind, "train_dataloader", value=value, text=text) for kind, value in pairs]
 
     ours, others = fit(1) + batch((1, 1), "[7, 5, 9]"), fit(1) + batch(theirs, text)
     evidence = compare(ours, others, 0)

@@ -7,7 +7,7 @@ from stored_runs import append, create, record, resume
 from det_callbacks.findings import facts
 from det_callbacks.findings.facts import MIN_STEPS, fits_of
 from det_callbacks.findings.table import find_findings
-from det_callbacks.runs.evidence import Row
+from det_callbacks.runs.evidence import EvidenceRow
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.stream import StreamFile
 
@@ -40,7 +40,12 @@ def test_the_evidence_of_the_first_steps_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(facts, "MAX_NOTED", 7)
     writer = create(tmp_path / "run")
     for step in range(20):
-        writer.put_evidence([Row(step, "batch start", "python", step), Row(step, "after backward", "python", step)])
+        writer.put_evidence(
+            [
+                EvidenceRow(step, "batch start", "generator", "python", value=step),
+                EvidenceRow(step, "after backward", "generator", "python", value=step),
+            ]
+        )
     append(writer, range(20), complete=True)
     ((fit,),) = fits_of(Run.open(tmp_path / "run"))
     assert [*fit.generator_states("batch start")["python"]] == [*range(7)]

@@ -23,7 +23,7 @@ from det_callbacks.compare.rounding import ROUNDING_FILE
 from det_callbacks.errors import DetCallbacksError, DivergenceError, ReferenceFormatError, WriteError
 from det_callbacks.report.console import Section, Table, to_text
 from det_callbacks.runs import evidence, files, tables
-from det_callbacks.runs.evidence import NondeterministicOp, Row, evidence_path, read_evidence
+from det_callbacks.runs.evidence import EvidenceRow, NondeterministicOp, evidence_path, read_evidence
 from det_callbacks.runs.files import MAX_BYTES
 from det_callbacks.runs.lock import FolderLock
 from det_callbacks.runs.manifest import read_manifest, write_manifest
@@ -64,7 +64,7 @@ def whole_run(path: Path, seed: int = 0) -> Path:
         saved = SavedTensor(dtype="float32", shape=(2, 3), bits=bits, options=options)
         StepWriter(writer.stream, kind, run_id=run_id).write(1, {"backward/net:aten.mul.Tensor#1.0": saved}, {})
     for step in range(3):
-        writer.put_evidence([Row(step, "batch start", "python", 0)])
+        writer.put_evidence([EvidenceRow(step, "batch start", "generator", "python", value=0)])
         writer.append(step, 0, program.id, layout.id, digests_of(step, seed=seed))
     writer.put_nondeterministic_ops([OP])
     writer.put_reading(Reading(where="epoch", number=2, step=2, epoch=0, metrics={"val_loss": loss}))
@@ -141,7 +141,7 @@ def test_a_link_that_appears_later_is_not_written_through(tmp_path):
     (tmp_path / "theirs").write_text("theirs")
     evidence_path(writer.stream).symlink_to(tmp_path / "theirs")
     with pytest.raises(WriteError, match=r"evidence\.arrows: it is a link to .*theirs; "):
-        writer.put_evidence([Row(1, "batch start", "python", 0)])
+        writer.put_evidence([EvidenceRow(1, "batch start", "generator", "python", value=0)])
     writer.close(complete=False)
     assert (tmp_path / "theirs").read_text() == "theirs"
 
@@ -277,7 +277,7 @@ def test_a_long_text_that_every_row_repeats_is_counted_before_it_is_repeated(tmp
     columns |= {"position": range(num), "site": [1] * num}
     columns["module"] = pa.DictionaryArray.from_arrays(pa.array(np.zeros(num, np.int32)), pa.array(["m" * 10_000]))
     fields = [(field.name, getattr(columns[field.name], "type", field.type)) for field in tables.SITE_SCHEMA]
-    schema = pa.schema(fields, {"format_version": "1"})
+    schema = pa.schema(fields, {"format_version": "2"})
     path = tmp_path / "0.parquet"
     pq.write_table(pa.table(columns, schema=schema), path, compression="zstd")
     assert path.stat().st_size < 400_000
@@ -303,10 +303,10 @@ def test_what_no_reader_accepts_is_not_written(tmp_path, monkeypatch):
     writer.close(complete=False)
 
 
-def of_evidence(path: Path, change: Callable[[bytearray], None]) -> list[Row]:
+def of_evidence(path: Path, change: Callable[[bytearray], None]) -> list[EvidenceRow]:
     writer = create(path)
     for step in range(2):
-        writer.put_evidence([Row(step, "batch start", "python", 0, "x" * 5000)])
+        writer.put_evidence([EvidenceRow(step, "batch start", "generator", "python", text="x" * 5000)])
         writer.flush_evidence()
     append(writer, range(2), complete=True)
     place = evidence_path(path / STREAM)
@@ -359,7 +359,7 @@ def test_saved_tensors_that_claim_too_much_are_refused(runs):
 
 def test_text_of_a_run_cannot_steer_a_terminal(tmp_path, capsys):
     def write(path: Path, seed: int) -> Path:
-        rest: dict[str, Any] = {"role": "output", "name": STEERING}
+        rest: dict[str, Any] = {"role": "output", "subject": "tensor", "of": STEERING, "part": STEERING}
         source = (f"train.py:41 in {STEERING}",)
         sites = [
             Site(phase="forward", module=f"net{STEERING}\nMATCH", op=f"aten.mul{STEERING}", source=source, **rest),

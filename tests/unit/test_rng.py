@@ -28,7 +28,7 @@ from det_callbacks.environment.rng import (
     state_bytes,
     used_generators,
 )
-from det_callbacks.runs.program import AFTER_STEP
+from det_callbacks.runs.program import after_step
 from det_callbacks.trace.state import generators as traced
 from det_callbacks.trace.state.generators import GeneratorReader, Ledger, generator_of
 from det_callbacks.training.held_generators import MAX_ITEMS, find_generators
@@ -125,7 +125,7 @@ def test_a_process_that_has_not_used_cuda_is_asked_nothing(cuda):
     ledger.mark("fit start", with_seeds=True)
     with HashMode() as mode:
         pass
-    found = [*(row.name for row in ledger.take(0)), *(site.name for site in mode.trace.program.sites)]
+    found = [*(row.of for row in ledger.take(0)), *(site.name for site in mode.trace.program.sites)]
     assert not [name for name in (*found, *GeneratorStates.capture().states) if "cuda" in str(name)]
     RewindPoint(with_python=False).put_back()
     assert (home_devices(), capture_environment()["gpu.names"].value, cuda.queued) == ({}, [], [])
@@ -182,20 +182,21 @@ def test_what_an_op_draws_follows_from_the_state_of_its_own_device(cuda, monkeyp
         (again_1, _, _) = rows[3]
         expected = [(own, ()), (other, ()), (other, (of_3,)), (own, (of_1,)), (other, (again, first))]
         ends = [(own, (again_1, second)), (other, (rows[4][0], last))]
-        expected += [(f"{name}{AFTER_STEP}", inputs) for name, inputs in ends]
+        expected += [(after_step(name), inputs) for name, inputs in ends]
         assert [(name, inputs) for _, name, inputs in rows] == expected
 
 
 def test_seeds_are_noted_and_in_a_capture_nothing_is_read_nor_put_back(cuda):
     ledger, unread = Ledger(GeneratorReader()), ["torch.cuda", "torch.cuda:3", "noise on cuda"]
     ledger.mark("batch start", with_seeds=True)
-    noted = {"torch.cpu", "torch.cuda", "seed of torch.cuda", "torch.cuda:3", "seed of torch.cuda:3"}
-    assert noted <= {row.name for row in ledger.take(0)}
+    noted = {("generator", "torch.cpu")}
+    noted |= {(kind, f"torch.cuda{index}") for kind in ("generator", "seed") for index in ("", ":3")}
+    assert noted <= {(row.kind, row.of) for row in ledger.take(0)}
     ledger.held = {"noise on cuda": StandInGenerator(cuda, 1)}
     readable = stored(GeneratorStates.capture(ledger.held))
     cuda.is_capturing = True
     ledger.mark("batch start", with_seeds=True)
-    assert not [row.name for row in ledger.take(0) if "cuda" in row.name]
+    assert not [row.of for row in ledger.take(0) if "cuda" in row.of]
     unreadable = stored(GeneratorStates.capture(ledger.held))
     assert readable.restore(ledger.held) == unread
     cuda.is_capturing = False

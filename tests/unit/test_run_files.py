@@ -86,7 +86,7 @@ def test_a_table_that_is_not_what_was_written_is_refused(tmp_path, kind, ours, t
     whole = pq.read_table(path)
     metadata = whole.schema.metadata
     changes = [
-        (whole.replace_schema_metadata({**metadata, b"format_version": b"2"}), "format version"),
+        (whole.replace_schema_metadata({**metadata, b"format_version": b"1"}), "format version"),
         (whole.replace_schema_metadata(None), "format version"),
         (whole.append_column("more", pa.array([1, 2, 3])), "columns are not those of a run"),
         (whole.set_column(0, whole.schema.field(0), pa.array([0, 2, 1], pa.int32())), "rows are not in order"),
@@ -186,8 +186,8 @@ def whole(**changes: object) -> bytes:
         (b"\xff\xfe", "is damaged"),
         (b'{"a":' + b"[" * 200_000, "is damaged"),
         (b'{"format_version": "1", "digest_version": 1}', "has format_version '1'"),
-        (b'{"format_version": 1}', "has digest_version None"),
-        (b'{"format_version": 1, "digest_version": 1}', "does not match its digest"),
+        (b'{"format_version": 2}', "has digest_version None"),
+        (b'{"format_version": 2, "digest_version": 1}', "does not match its digest"),
         (whole(world_size=0), "Expected `int` >= 1 - at `$.world_size`"),
         (whole(attempts=[]), "length >= 1 - at `$.attempts`"),
         (whole(attempts=[{"segments": 1, "resumed_from": [{"step": 4}]}]), "missing required field `segment`"),

@@ -11,7 +11,7 @@ from stored_runs import append, create, digests_of
 
 from det_callbacks.cli import main
 from det_callbacks.errors import ReferenceFormatError
-from det_callbacks.runs.evidence import ROWS_PER_BATCH, EvidenceWriter, Row, evidence_path, read_evidence
+from det_callbacks.runs.evidence import ROWS_PER_BATCH, EvidenceRow, EvidenceWriter, evidence_path, read_evidence
 from det_callbacks.runs.program import chain_digest
 from det_callbacks.runs.stream import END_OF_STREAM, STREAM_SCHEMA, StreamFile, encode_header, encode_step
 
@@ -151,12 +151,15 @@ def test_a_file_of_another_place_version_or_kind_or_that_changes_after_it_was_op
 
 
 def test_what_was_written_is_read_in_order_and_a_kill_loses_the_last_steps_only(path):
-    def read(run_id: str = "this run") -> list[Row]:
+    def read(run_id: str = "this run") -> list[EvidenceRow]:
         return list(read_evidence(path, run_id=run_id))
 
-    writer, rows = EvidenceWriter(path, run_id="this run"), list[Row]()
+    writer, rows = EvidenceWriter(path, run_id="this run"), list[EvidenceRow]()
     for step in range(ROWS_PER_BATCH + 5):
-        found = [Row(step, "start", "torch.cpu", 2**64 - 1 - step), Row(step, "batch", "paths", 7, '["a.png"]')]
+        found = [
+            EvidenceRow(step, "start", "generator", "torch.cpu", value=2**64 - 1 - step),
+            EvidenceRow(step, "", "indices", "paths", value=7, text='["a.png"]'),
+        ]
         writer.append(found)
         rows += found
     assert read() == rows[: 2 * ROWS_PER_BATCH], "what is not closed"
@@ -180,7 +183,7 @@ def test_what_was_written_is_read_in_order_and_a_kill_loses_the_last_steps_only(
 def test_evidence_that_a_kill_cut_in_its_header_is_none_and_in_a_whole_run_damage(tmp_path, capsys, size):
     for is_whole in (False, True):
         writer = create(tmp_path / f"whole {is_whole}")
-        writer.put_evidence([Row(0, "start", "torch.cpu", 7)])
+        writer.put_evidence([EvidenceRow(0, "start", "generator", "torch.cpu", value=7)])
         append(writer, range(3), complete=is_whole)
         path = evidence_path(writer.stream)
         path.write_bytes(path.read_bytes()[:size])
@@ -191,7 +194,7 @@ def test_evidence_that_a_kill_cut_in_its_header_is_none_and_in_a_whole_run_damag
 def test_evidence_without_its_end_is_damaged_if_its_fit_is_complete(tmp_path, capsys):
     writer = create(tmp_path / "run")
     for number in range(3 * ROWS_PER_BATCH):
-        writer.put_evidence([Row(number, "start", "torch.cpu", 7)])
+        writer.put_evidence([EvidenceRow(number, "start", "generator", "torch.cpu", value=7)])
     append(writer, range(3), complete=True)
     path = evidence_path(writer.stream)
     content = path.read_bytes()
@@ -205,7 +208,7 @@ def test_evidence_without_its_end_is_damaged_if_its_fit_is_complete(tmp_path, ca
 
 def test_evidence_with_a_length_beyond_all_memory_is_damaged(path):
     writer = EvidenceWriter(path, run_id="ab12")
-    writer.append([Row(0, "start", "torch.cpu", 7)])
+    writer.append([EvidenceRow(0, "start", "generator", "torch.cpu", value=7)])
     writer.close()
     content = path.read_bytes()
     with pa.ipc.open_stream(content) as stream:

@@ -10,7 +10,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from det_callbacks.internals.torch import BUFFERS, PARAMETERS
 from det_callbacks.internals.twins import either
-from det_callbacks.runs.program import STATE_OF
+from det_callbacks.runs.program import further_name
 from det_callbacks.trace.op.components import holds_data
 from det_callbacks.trace.state.leaves import flatten
 from det_callbacks.trace.state.walker import StateWalker
@@ -35,7 +35,7 @@ class StateOfCallbacks:
             for attribute, average in self._averages(callback):
                 walker = self._walkers.setdefault(average, StateWalker(average))
                 tensors = walker.walk(PARAMETERS, BUFFERS)
-                yield from ((f"{STATE_OF}{name}: {attribute}.{path}", tensor) for path, tensor in tensors)
+                yield from ((further_name(name, f"{attribute}.{path}"), tensor) for path, tensor in tensors)
         if self._asked is None:
             self._asked = list(self._small())
         for name, callback in self._asked:
@@ -83,4 +83,4 @@ def _tensors(name: str, callback: pl.Callback) -> Iterator[tuple[str, Tensor]]:
     found: Any = callback.state_dict()
     for path, value in flatten(found, ""):
         if isinstance(value, Tensor) and holds_data(value):
-            yield f"{STATE_OF}{name}: {path}", value
+            yield further_name(name, path), value

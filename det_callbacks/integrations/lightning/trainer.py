@@ -96,11 +96,11 @@ class LightningTraining(Training):
         return {"trainer": _trainer_choices(self.trainer), "hparams": dict(self.trainer.lightning_module.hparams)}
 
     @property
-    def hooks(self) -> Mapping[str, str]:
+    def hooks(self) -> Mapping[tuple[str, str], str]:
         """The classes whose hooks run before and after ours, the user's first; excludes progress bars."""
         callbacks: list[pl.Callback] = vars(self.trainer)["callbacks"]
         place, module = callbacks.index(self._own), self.trainer.lightning_module
-        found: dict[str, str] = {}
+        found: dict[tuple[str, str], str] = {}
         for order, neighbours in ((BEFORE, callbacks[:place]), (AFTER, callbacks[place + 1 :])):
             others = [one for one in neighbours if not isinstance(one, either(ProgressBar))]
             others.sort(key=lambda callback: type(callback).__module__.startswith(("lightning.", "pytorch_lightning.")))
@@ -112,7 +112,7 @@ class LightningTraining(Training):
                     # the module's hooks run after those of all callbacks
                     names.insert(0, type(module).__qualname__)
                 if names:
-                    found[f"{order} {hook}"] = ", ".join(names)
+                    found[order, hook] = ", ".join(names)
         return found
 
     @override

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from det_callbacks.internals.torch import graph_task_id
-from det_callbacks.runs.program import parameter_in
+from det_callbacks.runs.program import subject_of
 from det_callbacks.runs.selection import PHASES, Selection
 from det_callbacks.trace.attribution.backward import BackwardMap
 from det_callbacks.trace.attribution.elsewhere import Elsewhere
@@ -55,7 +55,8 @@ class Places:
 
     def owner_of(self, name: str) -> str:
         """Return the module that a named tensor belongs to: "net.head" for "exp_avg of net.head.weight"."""
-        return (parameter_in(name, self.parameter_name_set) or name).rpartition(".")[0]
+        of = subject_of(name, phase="", role="named")["of"]
+        return (of if of in self.parameter_name_set else name).rpartition(".")[0]
 
     def now(self) -> tuple[str, OpScope]:
         """Return the phase and scope of the running op."""

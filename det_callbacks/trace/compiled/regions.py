@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from det_callbacks.digest.components import digest_output
 from det_callbacks.internals.dynamo import ORIGINAL
 from det_callbacks.internals.torch import next_sequence_number, num_writes
-from det_callbacks.runs.program import MISSES_PARAMETERS, REGION, Role, Site
+from det_callbacks.runs.program import MISSES_PARAMETERS, REGION, Role, Site, subject_of
 from det_callbacks.trace.attribution.backward import compiled_nodes, scope_in
 from det_callbacks.trace.attribution.engine import source_of
 from det_callbacks.trace.attribution.places import Places
@@ -149,7 +149,7 @@ class Region:
                     op=op,
                     output=index,
                     role=role,
-                    name=name,
+                    **subject_of(name, phase=self.phase, role=role),
                     arguments=arguments_json(arguments if role == "graph" else {}),
                     source=node.source,
                 )

@@ -10,13 +10,13 @@ from torch import Generator, Tensor
 from det_callbacks.digest.host import digest_memory
 from det_callbacks.environment.rng import digest_generator
 from det_callbacks.internals.torch import AsyncCollectiveTensor, storage_address
-from det_callbacks.runs.program import IN_FLIGHT, UNWRITTEN, Site
+from det_callbacks.runs.program import IN_FLIGHT, UNWRITTEN, Site, is_passed, subject_of
 from det_callbacks.trace.attribution.places import Places
 from det_callbacks.trace.op.call_graph import CallNode
 from det_callbacks.trace.op.components import address_of, has_parts, parts_of
 from det_callbacks.trace.op.sites import InputName, SpecialName
 from det_callbacks.trace.op.storages import region_of
-from det_callbacks.trace.state.generators import PASSED, GeneratorTrail, generator_of
+from det_callbacks.trace.state.generators import GeneratorTrail, generator_of
 from det_callbacks.trace.step import Step
 from det_callbacks.trace.tables.overloads import OpPlan, tensors_read
 
@@ -138,7 +138,7 @@ class Reads:
         name, generator = generator_of(args, kwargs, self._generators.homes)
         position = len(step.digests)
         names.append(SpecialName("generator", name))
-        passed = generator if name.startswith(PASSED) else None
+        passed = generator if is_passed(name) else None
         self.row_edges.append(self._generators.read(name, position, passed))
         step.append_bits(digest_generator(generator), step.layouts.none)
         reads.append(position)
@@ -194,12 +194,14 @@ class Reads:
         for name in node.names[: len(self.row_edges)]:  # a compiled region appends further names
             role, shown, _ = special = name if isinstance(name, SpecialName) else SpecialName("input", name)
             if role == "delivered":
-                yield replace(self.collectives.site_of(special), name=shown)
+                site = self.collectives.site_of(special)
+                yield replace(site, **subject_of(shown, phase=site.phase, role=role))
                 continue
             phase = {"input": "input", "generator": "rng"}.get(role, "other")
             module, source = (node.module, node.source) if shown is None else (self._places.owner_of(shown), ())
             module = "" if role == "generator" else module
-            yield Site(phase=phase, module=module, role=role, name=shown, source=source)
+            subject = subject_of(shown, phase=phase, role=role)
+            yield Site(phase=phase, module=module, role=role, source=source, **subject)
 
     def roll_back(self, mark: int) -> None:
         """Undo the input sites of a call that raised, or that has no data."""

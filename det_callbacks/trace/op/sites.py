@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from det_callbacks.runs.program import Role, Site, plain_value, to_compact_json
+from det_callbacks.runs.program import Role, Site, plain_value, subject_of, to_compact_json
 from det_callbacks.trace.attribution.engine import source_of
 from det_callbacks.trace.attribution.places import Places
 from det_callbacks.trace.attribution.source import is_of_torch
@@ -90,7 +90,8 @@ def build_op(
         edges.append(())
     for index, (output, name) in enumerate(zip(outputs, output_names, strict=True)):
         role: Role = "output" if isinstance(output, Tensor) else "value"
-        sites.append(Site(output=index, role=role, name=name, arguments=arguments, **common))
+        subject = subject_of(name, phase=node.phase, role=role)
+        sites.append(Site(output=index, role=role, arguments=arguments, **subject, **common))
         edges.append(read_by_call if by_output is None else sorted(set(by_output[index])))
     node.sites, node.edges = tuple(sites), edges
 

@@ -23,10 +23,8 @@ from det_callbacks.environment.rng import (
     used_generators,
 )
 from det_callbacks.internals.torch import generator_address
-from det_callbacks.runs.evidence import SEED, START, Row
-from det_callbacks.runs.program import IDLE
-
-PASSED = "generator on "  # prefix of the names of generators passed to an op
+from det_callbacks.runs.evidence import EvidenceKind, EvidenceRow
+from det_callbacks.runs.program import IDLE, passed_on
 
 
 class GeneratorReader:
@@ -119,7 +117,7 @@ def generator_of(args: tuple[Any, ...], kwargs: dict[str, Any], homes: Homes) ->
     for value in (*args, *kwargs.values()):
         if isinstance(value, Generator):
             if not is_default(value):
-                return f"{PASSED}{value.device.type}", value
+                return passed_on(value.device.type), value
             device = value.device
         elif device is None and isinstance(value, Tensor):
             device = value.device
@@ -136,7 +134,7 @@ class Ledger:
     def __init__(self, reader: GeneratorReader) -> None:
         self.held: Mapping[str, Any] = {}  # more generators of torch, NumPy or Python, by name
         self._reader = reader
-        self._rows: list[tuple[str, str, Bits, str]] = []
+        self._rows: list[tuple[str, EvidenceKind, str, str, Bits, str]] = []
         self._deferred = DeferredDigests()
 
     @hidden
@@ -144,31 +142,36 @@ class Ledger:
         """Note the states of all generators; during a capture, without those of devices."""
         held = ((name, one) for name, one in self.held.items() if is_readable(one))
         for name, generator in (*process_generators(), *held):
-            self.note(point, name, self._reader.read(name, generator))
+            self.note(point, "generator", name, value=self._reader.read(name, generator))
             if with_seeds and isinstance(generator, Generator):
-                self.note(point, SEED + name, generator.initial_seed() & 0xFFFF_FFFF_FFFF_FFFF)
+                self.note(point, "seed", name, value=generator.initial_seed() & 0xFFFF_FFFF_FFFF_FFFF)
 
     def begin(self, point: str, idle: Collection[str] | None = None) -> None:
         """Treat these generators (or all) as idle up to now, and start to watch them; note the first state of each."""
         for name, digest in self._reader.begin(idle).items():
-            self.note(point, START + name, digest, format_digest(digest))
-            self._rows = [(*row[:2], IDLE, row[3]) if row[1] == name else row for row in self._rows]
+            self.note(point, "start", name, value=digest, text=format_digest(digest))
+            self._rows = [(*row[:4], IDLE, "") if row[1:3] == ("generator", name) else row for row in self._rows]
 
-    def note(self, point: str, name: str, value: int = 0, text: str = "") -> None:
-        self._rows.append((point, name, value, text))
+    def note(
+        self, moment: str, kind: EvidenceKind, of: str = "", part: str = "", *, value: Bits = 0, text: str = ""
+    ) -> None:
+        self._rows.append((moment, kind, of, part, value, text))
 
-    def note_tensor(self, point: str, name: str, tensor: Tensor) -> None:
+    def note_tensor(self, kind: EvidenceKind, of: str, tensor: Tensor) -> None:
         """Note the digest of a tensor, read now in stream order."""
         bits = tensor_bits(tensor, self._deferred)
         self._deferred.flush()  # now, because nothing sees later writes to the tensor
-        self._rows.append((point, name, bits, ""))
+        self.note("", kind, of, value=bits)
 
     def fetch(self, tensor: Tensor) -> Tensor:
         """Return a copy of a tensor on the host, which is valid after the next ``take``."""
         return self._deferred.fetch(tensor)
 
-    def take(self, step: int) -> list[Row]:
+    def take(self, step: int) -> list[EvidenceRow]:
         """Return the rows collected since the last call; waits for devices that were read."""
         known = self._deferred.finish()
         rows, self._rows = self._rows, []
-        return [Row(step, point, name, value_of(bits, known), text) for point, name, bits, text in rows]
+        return [
+            EvidenceRow(step, moment, kind, of, part, value_of(bits, known), text)
+            for moment, kind, of, part, bits, text in rows
+        ]

@@ -13,7 +13,7 @@ from det_callbacks.digest.device.deferred import Bits
 from det_callbacks.digest.host import digest_spans
 from det_callbacks.digest.unobserved import hidden
 from det_callbacks.internals.torch import is_batched, storage_address
-from det_callbacks.runs.program import AFTER_STEP, IN_FLIGHT, Role, Site, SiteRow, scalar_bits
+from det_callbacks.runs.program import IN_FLIGHT, Role, Site, SiteRow, after_step, scalar_bits, subject_of
 from det_callbacks.trace.attribution.backward import scope_in
 from det_callbacks.trace.attribution.places import Places
 from det_callbacks.trace.attribution.tensor_names import Addresses, addresses_of, has_address
@@ -58,7 +58,7 @@ class NamedSites:
         names: list[str] = []
         reads: list[int | None] = []
         for number, (name, generator) in enumerate(process_generators(trail.homes)):
-            names.append(name + AFTER_STEP if is_end else name)
+            names.append(after_step(name) if is_end else name)
             reads += (*trail.read(name, first + number), None)
             step.digests.append(trail.reader.read(name, generator))
         step.layout_indices.extend([step.layouts.none.index] * len(names))
@@ -199,7 +199,8 @@ class NamedSites:
         row = self._rows.get(key)
         if row is None:
             module = self._places.owner_of(name) if owner is None else owner
-            row = self._rows[key] = SiteRow.of(Site(phase=phase, module=module, role=role, name=name))
+            subject = subject_of(name, phase=phase, role=role)
+            row = self._rows[key] = SiteRow.of(Site(phase=phase, module=module, role=role, **subject))
         return row
 
 
