@@ -46,7 +46,9 @@ class Window:
     settings: Mapping[Part, str]  # settings of the loaders: ("train_dataloader", "num_workers") -> "2"
     hooks: Mapping[Part, str]  # ("on_train_batch_end", "before") -> the callbacks called before ours
     constants: frozenset[str] = frozenset()  # initial tensors that hold a single value
-    options: Mapping[Part, tuple[int, str]] = field(default_factory=dict)  # ("group 0", "lr") -> since which step, JSON
+    options: Mapping[Part, tuple[int, str]] = field(
+        default_factory=dict
+    )  # ("0", "lr of group 0") -> since which step, JSON
     changed_options: frozenset[Part] = frozenset()  # those that have had another value
     starts: Mapping[str, int] = field(default_factory=dict)  # digest of each generator's first state
     scripted: tuple[str, ...] = ()  # modules that are, or contain, TorchScript
@@ -319,18 +321,22 @@ def compare_windows(reference: Window, current: Window, step: int, *, has_other_
 
 
 def _option_changes(reference: Window, current: Window) -> Iterator[OptionChange]:
-    for part in sorted(reference.options.keys() & current.options, key=lambda part: part[::-1]):
-        reference_since, reference_value = reference.options[part]
-        current_since, current_value = current.options[part]
+    """Yield the options that differ; optimizers are the same if they train the same parameters."""
+    numbers = {frozenset(names): number for number, names in reference.optimizers.items()}
+    partners = {number: numbers.get(frozenset(names), number) for number, names in current.optimizers.items()}
+    for number, option in sorted(current.options, key=lambda part: part[::-1]):
+        key = partners.get(number, number), option
+        if key not in reference.options:
+            continue
+        reference_since, reference_value = reference.options[key]
+        current_since, current_value = current.options[number, option]
         if reference_value != current_value:
-            since = max(reference_since, current_since)
-            is_first_value = part not in reference.changed_options | current.changed_options
             yield OptionChange(
-                name=" of ".join(part[::-1]),
+                name=f"{option} of optimizer {number}" if len(partners) > 1 else option,
                 reference=reference_value,
                 current=current_value,
-                since=since,
-                is_first_value=is_first_value,
+                since=max(reference_since, current_since),
+                is_first_value=key not in reference.changed_options and (number, option) not in current.changed_options,
             )
 
 

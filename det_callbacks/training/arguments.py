@@ -172,7 +172,8 @@ def _started_by() -> dict[str, Any]:
 
 
 def optimizer_choices(optimizers: Sequence[Any]) -> dict[str, Any]:
-    optimizers = [optimizer for optimizer in optimizers if optimizer.param_groups]
+    """Return the optimizers' classes and options, in the order of the classes' names: programs may list them in any."""
+    optimizers = sorted((one for one in optimizers if one.param_groups), key=lambda one: type(one).__name__)
     choices: dict[str, Any] = {OPTIMIZER: ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"}
     for index, optimizer in enumerate(optimizers):
         groups = [

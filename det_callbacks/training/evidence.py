@@ -48,21 +48,20 @@ class Evidence(Ledger, LoaderFollower):
         self.note(_FIT_START, "constants", value=len(constants), text=json.dumps(constants))
         if scripted := _scripted(module):
             self.note(_FIT_START, "scripted", text=json.dumps(scripted))
-        self._options: dict[tuple[str, str], object] = {}
+        self._options: dict[tuple[int, int, str], object] = {}
         for (order, hook), who in training.hooks.items():
             self.note(_FIT_START, "hook", hook, order, text=who)
 
     def note_options(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Note numeric options of the optimizers that changed since the last update."""
         for number, optimizer in enumerate(optimizers):
-            of_optimizer = f" of optimizer {number}" if len(optimizers) > 1 else ""
             for index, group in enumerate(optimizer.param_groups):
                 for option, value in group.items():
-                    of_group = f"group {index}{of_optimizer}"
+                    key = number, index, option
                     # no tensors: reading one waits for its device
-                    if isinstance(value, int | float) and self._options.get((of_group, option)) != value:
-                        self._options[of_group, option] = value
-                        self.note("", "option", of_group, option, text=json.dumps(value))
+                    if isinstance(value, int | float) and self._options.get(key) != value:
+                        self._options[key] = value
+                        self.note("", "option", str(number), f"{option} of group {index}", text=json.dumps(value))
 
     @hidden
     def begin_loaders(
