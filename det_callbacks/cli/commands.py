@@ -8,9 +8,17 @@ from det_callbacks.environment.nondeterminism import read_op_facts
 from det_callbacks.errors import SelectionError
 from det_callbacks.findings.table import find_findings
 from det_callbacks.report.console import Section, make_console, print_line
-from det_callbacks.report.findings import findings_in_dict, findings_of, findings_report, findings_to_dict
 from det_callbacks.report.machine import op_report, ops_to_dict
-from det_callbacks.report.run import run_report, run_to_dict, step_report, step_to_dict
+from det_callbacks.report.run import (
+    findings_in_dict,
+    findings_of,
+    findings_report,
+    findings_to_dict,
+    run_report,
+    run_to_dict,
+    step_report,
+    step_to_dict,
+)
 from det_callbacks.report.tensors import checkpoint_report
 from det_callbacks.report.verdict import verdict_report
 from det_callbacks.runs.store import Run

@@ -7,10 +7,15 @@ from det_callbacks.runs.environment import VALIDATION, earlier_choice
 from det_callbacks.runs.metrics import CALLS, Metric, Reading, Readings
 from det_callbacks.verdict import Cause, Divergence, EnvironmentDifference, Kind
 
-GENERATOR, LENGTH, FIRST_BATCH, OTHER_HOOKS = "generator ", "samples of ", "first batch of ", "on_train_epoch_start"
+GENERATOR_STATE, LENGTH, FIRST_BATCH = "generator ", "samples of ", "first batch of "
+OTHER_HOOKS = "on_train_epoch_start"
 """Prefixes of the names in ``Reading.evidence``; the last if a resumed process ran different hooks at its start."""
 
-_CAUSES: tuple[tuple[str, Cause], ...] = ((LENGTH, "data_content"), (GENERATOR, "rng"), (FIRST_BATCH, "data_content"))
+_CAUSES: tuple[tuple[str, Cause], ...] = (
+    (LENGTH, "data_content"),
+    (GENERATOR_STATE, "rng"),
+    (FIRST_BATCH, "data_content"),
+)
 _CHOICES: Mapping[str, Sequence[str]] = {
     # where a metric is read -> settings that determine how often and from which data it is computed
     "validation": VALIDATION,

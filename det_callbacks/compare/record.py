@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.runs.disk import replace_atomically
-from det_callbacks.runs.files import READ_ERRORS, damaged, rank_folder, read_file
-from det_callbacks.runs.json_files import seal, unseal
+from det_callbacks.runs.files import READ_ERRORS, damaged, rank_folder, read_file, seal, unseal
 from det_callbacks.runs.program import Program
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import EnvironmentDifference

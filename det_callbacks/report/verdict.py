@@ -9,9 +9,8 @@ from typing import Any
 
 from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError
 from det_callbacks.report.console import STYLES, Section, Table, to_text
-from det_callbacks.report.findings import findings_report
 from det_callbacks.report.numerics import numerics_report
-from det_callbacks.report.run import ops_text, output_text
+from det_callbacks.report.run import findings_report, ops_text, output_text
 from det_callbacks.runs.store import Run
 from det_callbacks.text import count, listed
 from det_callbacks.verdict import MAX_ORIGINS, Divergence, EnvironmentDifference, TensorNumbers, TrailEntry, Verdict

@@ -14,8 +14,7 @@ from det_callbacks.digest.host import DIGEST_VERSION, digest_bytes, format_diges
 from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError
 from det_callbacks.runs.disk import replace_atomically
 from det_callbacks.runs.environment import EnvironmentEntry
-from det_callbacks.runs.files import FORMAT_VERSION, MANIFEST, READ_ERRORS, damaged
-from det_callbacks.runs.json_files import read_json
+from det_callbacks.runs.files import FORMAT_VERSION, MANIFEST, READ_ERRORS, damaged, read_json
 from det_callbacks.runs.selection import Selection
 from det_callbacks.verdict import as_json
 

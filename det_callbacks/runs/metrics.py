@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from det_callbacks.runs.disk import AppendedFile
-from det_callbacks.runs.files import MAX_BYTES, READ_ERRORS, damaged, opened
-from det_callbacks.runs.json_files import seal, unseal
+from det_callbacks.runs.files import MAX_BYTES, READ_ERRORS, damaged, opened, seal, unseal
 from det_callbacks.runs.store import Run
 
 CALLS = ("trainer.validate", "trainer.test")  # sources of metrics without a fit

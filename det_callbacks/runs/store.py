@@ -10,7 +10,7 @@ import numpy as np
 from det_callbacks.errors import ReferenceNotFoundError
 from det_callbacks.runs import files, tables
 from det_callbacks.runs.evidence import NondeterministicOp, read_checked, read_values
-from det_callbacks.runs.json_files import read_json
+from det_callbacks.runs.files import read_json
 from det_callbacks.runs.manifest import Manifest, read_manifest
 from det_callbacks.runs.program import Layout, Program, StepRecord, StepView
 from det_callbacks.runs.replacement import settle

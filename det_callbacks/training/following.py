@@ -18,10 +18,9 @@ from det_callbacks.tensors.copies import require_room
 from det_callbacks.trace.compiled.replaced import REPLACED
 from det_callbacks.trace.tables.nondeterministic_ops import NondeterministicOps, NondeterministicOpWatch
 from det_callbacks.training.arguments import RunArguments, manifest_of
-from det_callbacks.training.auditing import Auditing
+from det_callbacks.training.auditing import Auditing, Replicas
 from det_callbacks.training.fits import note_fit
 from det_callbacks.training.recording import Recording
-from det_callbacks.training.replicas import Replicas
 from det_callbacks.training.session import Session
 from det_callbacks.training.training import Training
 from det_callbacks.training.verifying import Verifying

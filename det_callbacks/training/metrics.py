@@ -3,7 +3,7 @@
 from torch import Tensor, as_tensor, float64
 from torch.distributed.tensor import DTensor
 
-from det_callbacks.compare.metrics import GENERATOR
+from det_callbacks.compare.metrics import GENERATOR_STATE
 from det_callbacks.digest.components import digest_tensor
 from det_callbacks.digest.host import digest_bytes, format_digest
 from det_callbacks.runs.metrics import Metric
@@ -24,4 +24,4 @@ def metric_of(value: Tensor | float) -> Metric:
 def generator_states(reader: GeneratorReader) -> dict[str, str]:
     ledger = Ledger(reader)
     ledger.mark("")
-    return {f"{GENERATOR}{row.of}": format_digest(row.value) for row in ledger.take(0)}
+    return {f"{GENERATOR_STATE}{row.of}": format_digest(row.value) for row in ledger.take(0)}

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from det_callbacks.errors import CoverageWarning, NothingComparedError, WriteError, divergence_error
 from det_callbacks.report import closing_lines
-from det_callbacks.report.findings import findings_line
+from det_callbacks.report.run import findings_line
 from det_callbacks.report.verdict import disagreement_text
 from det_callbacks.runs.files import DISAGREEMENT, MANIFEST, REPLACEMENT
 from det_callbacks.runs.metrics import Reading

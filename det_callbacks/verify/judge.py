@@ -7,10 +7,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from det_callbacks.causes.evidence import evidence_lines
 from det_callbacks.causes.graph import Graph
 from det_callbacks.causes.sentences import explained_by
-from det_callbacks.causes.table import find_cause, find_walk, trail_of, trail_of_metric
+from det_callbacks.causes.table import evidence_lines, find_cause, find_walk, trail_of, trail_of_metric
 from det_callbacks.compare.collectives import Classification, FirstDifference, classify
 from det_callbacks.compare.evidence import Evidence, find_evidence
 from det_callbacks.compare.metrics import MetricComparison, MetricDifference
@@ -24,13 +23,15 @@ from det_callbacks.compare.rounding import Rounding
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.errors import NothingComparedError, ReferenceFormatError, SelectionError
 from det_callbacks.findings.table import find_findings
-from det_callbacks.report.metrics import advise_metric, explain_metric, metric_lines
 from det_callbacks.report.numerics import nonfinite_sentence
 from det_callbacks.report.sentences import (
+    advise_metric,
     environment_notes,
     explain_match,
+    explain_metric,
     explain_ranks,
     explain_whole_steps,
+    metric_lines,
     order_lines,
     steps_agree,
     without_starts,

@@ -10,12 +10,10 @@ from typing_extensions import override
 
 from det_callbacks.errors import NothingComparedError, SelectionError
 from det_callbacks.integrations.lightning.checkpoint.watch import CheckpointWatch
-from det_callbacks.integrations.lightning.logged import CALLS, LoggedMetrics
-from det_callbacks.integrations.lightning.progress import ProgressReporter
+from det_callbacks.integrations.lightning.logged import CALLS, LoggedMetrics, ProgressReporter
 from det_callbacks.integrations.lightning.trainer import LightningTraining
-from det_callbacks.internals.lightning import RESTORE, checkpoint_connector, is_training_done, require
+from det_callbacks.internals.lightning import RESTORE, checkpoint_connector, is_training_done, join_twins, require
 from det_callbacks.internals.replaced import ReplacedMethods
-from det_callbacks.internals.twins import join_twins
 from det_callbacks.report.closing_lines import no_metrics_text
 from det_callbacks.training.following import FollowedRun
 

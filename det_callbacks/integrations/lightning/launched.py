@@ -8,7 +8,7 @@ from typing_extensions import override
 from det_callbacks.errors import SelectionError
 from det_callbacks.integrations.command import claim_run, print_errors_plainly, read_arguments, report_to_command
 from det_callbacks.integrations.lightning.determinism import DeterminismCallback
-from det_callbacks.integrations.lightning.progress import print_beside_bar
+from det_callbacks.integrations.lightning.logged import print_beside_bar
 
 
 class LaunchedCallback(DeterminismCallback):

@@ -12,8 +12,7 @@ from typing_extensions import override
 from det_callbacks.environment.rng import RewindPoint
 from det_callbacks.errors import DivergenceError, NothingComparedError, SelectionError
 from det_callbacks.integrations.lightning.determinism import DeterminismCallback
-from det_callbacks.internals.lightning import MultiProcessingLauncher, is_out_of_batches
-from det_callbacks.internals.twins import either
+from det_callbacks.internals.lightning import MultiProcessingLauncher, either, is_out_of_batches
 from det_callbacks.ranks.group import RankGroup
 from det_callbacks.runs.selection import Level
 from det_callbacks.text import count

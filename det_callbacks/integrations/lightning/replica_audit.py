@@ -10,11 +10,11 @@ from typing_extensions import override
 
 from det_callbacks.errors import NothingComparedError, SettingsError
 from det_callbacks.integrations.lightning.trainer import LightningTraining
-from det_callbacks.internals.twins import join_twins
+from det_callbacks.internals.lightning import join_twins
 from det_callbacks.runs.patterns import as_names
 from det_callbacks.training.arguments import OnDivergence, require_integer, require_one_of
+from det_callbacks.training.auditing import Replicas
 from det_callbacks.training.fits import note_fit
-from det_callbacks.training.replicas import Replicas
 
 
 @join_twins

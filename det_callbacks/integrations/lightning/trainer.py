@@ -1,4 +1,4 @@
-"""Reads the facts about the training from a Trainer (Lightning 2.5 and 2.6)."""
+"""Reads the facts about the training from a Trainer (Lightning 2.5 and 2.6): its loaders, and what it keeps."""
 
 # properties implement attributes, because a Trainer sets them after it makes its callbacks
 # mypy: disable-error-code="override"
@@ -9,33 +9,165 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ProgressBar
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ProgressBar, StochasticWeightAveraging
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
 from det_callbacks.digest.unobserved import unobserved
+from det_callbacks.environment.rng import Held
 from det_callbacks.errors import SettingsError
-from det_callbacks.integrations.lightning.further_state import StateOfCallbacks
-from det_callbacks.integrations.lightning.loaders import find_generators, follow
-from det_callbacks.integrations.lightning.progress import print_beside_bar
+from det_callbacks.integrations.lightning.logged import print_beside_bar
 from det_callbacks.internals.lightning import (
     LOAD_LOADER_STATES,
+    Loop,
     PrefetchFetcher,
     combined_loader,
     data_fetcher,
+    either,
     epoch_results,
     loader_mode,
     model_averager,
+    own_class,
+    package_of,
     validation_data,
 )
-from det_callbacks.internals.replaced import ReplacedMethods
-from det_callbacks.internals.twins import either, own_class, package_of
+from det_callbacks.internals.replaced import ReplacedMethods, subclass_of
+from det_callbacks.internals.torch import BUFFERS, PARAMETERS
 from det_callbacks.runs.evidence import AFTER, BEFORE
+from det_callbacks.runs.program import further_name
+from det_callbacks.trace.op.components import holds_data
+from det_callbacks.trace.state.leaves import flatten
+from det_callbacks.trace.state.walker import StateWalker
+from det_callbacks.training import held_generators
 from det_callbacks.training.training import LoaderFollower, Training, Wrap
+
+MAX_BYTES = 1 << 20  # limit on the tensors in the ``state_dict`` of a callback that is read at each step
+
+
+class StateOfCallbacks:
+    """Lists this state when a step begins, after all callbacks have finished the previous step.
+
+    It omits callbacks that only decide when training stops or what is saved (EarlyStopping,
+    ModelCheckpoint). It reads averaged weights in place, and the ``state_dict`` of other callbacks.
+    """
+
+    def __init__(self, trainer: pl.Trainer, own: pl.Callback, print_line: Callable[[str], None]) -> None:
+        self._trainer, self._own, self._print_line = trainer, own, print_line
+        self._asked: list[tuple[str, pl.Callback]] | None = None
+        self._walkers = dict[nn.Module, StateWalker]()
+
+    def entries(self) -> Iterator[tuple[str, Tensor]]:
+        for name, callback in self._callbacks():
+            for attribute, average in self._averages(callback):
+                walker = self._walkers.setdefault(average, StateWalker(average))
+                tensors = walker.walk(PARAMETERS, BUFFERS)
+                yield from ((further_name(name, f"{attribute}.{path}"), tensor) for path, tensor in tensors)
+        if self._asked is None:
+            self._asked = list(self._small())
+        for name, callback in self._asked:
+            yield from _tensors(name, callback)
+
+    def _callbacks(self) -> Iterator[tuple[str, pl.Callback]]:
+        """Yield the user's callbacks that may have such state, each with a name made of its class and index."""
+        left_out = (*either(Checkpoint), *either(EarlyStopping), *either(ProgressBar), type(self._own))
+        known = dict[str, int]()
+        for callback in vars(self._trainer)["callbacks"]:
+            if not isinstance(callback, left_out):
+                name = type(callback).__qualname__
+                known[name] = number = known.get(name, -1) + 1
+                yield f"{name} {number}" if number else name, callback
+
+    def _averages(self, callback: pl.Callback) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the weight averages that a callback holds, by attribute."""
+        module, is_stochastic = self._trainer.lightning_module, isinstance(callback, either(StochasticWeightAveraging))
+        stochastic: Any = callback
+        if is_stochastic and self._trainer.current_epoch < stochastic.swa_start:
+            return  # until then it holds a copy of the first weights, to be overwritten
+        for attribute, value in vars(callback).items():
+            is_copy = is_stochastic and type(value) is type(module) and value is not module
+            if isinstance(value, AveragedModel) or is_copy:
+                yield attribute.lstrip("_"), value
+
+    def _small(self) -> Iterator[tuple[str, pl.Callback]]:
+        """Yield the callbacks whose ``state_dict`` is read at each step."""
+        for name, callback in self._callbacks():
+            base = [vars(one)["state_dict"] for one in either(pl.Callback)]
+            is_other = getattr(type(callback), "state_dict", None) not in base
+            if not is_other or isinstance(callback, either(StochasticWeightAveraging)):
+                continue
+            num_bytes = sum(value.nbytes for _, value in _tensors(name, callback) if isinstance(value, Tensor))
+            if num_bytes <= MAX_BYTES:
+                yield name, callback
+            elif not self._trainer.global_rank:
+                self._print_line(
+                    f"det_callbacks: the state of {name} has {num_bytes / (1 << 20):.0f} MiB, too much to compare at "
+                    "each step; the checkpoint digests include it"
+                )
+
+
+def _tensors(name: str, callback: pl.Callback) -> Iterator[tuple[str, Tensor]]:
+    found: Any = callback.state_dict()
+    for path, value in flatten(found, ""):
+        if isinstance(value, Tensor) and holds_data(value):
+            yield further_name(name, path), value
+
+
+_LEFT = (pl.Trainer, Logger, Strategy, Loop)
+"""Types whose attributes reach everything."""
+
+
+def find_generators(roots: Mapping[str, object], *, left: tuple[type, ...] = ()) -> dict[str, Held]:
+    """Return path -> random generator for all that the roots reach, except via Lightning's loops and ``left``."""
+    return held_generators.find_generators(roots, left=(*either(*_LEFT), *left))
+
+
+def follow(loader: Any, follower: Any) -> Callable[[], object]:
+    """Have a loader call ``begin_iteration()``, ``begin_draw()`` and ``end_draw(batch)``; return a function to end it.
+
+    Several followers may end in any order. While it is followed, the loader's class is a subclass with
+    the same name.
+    """
+    if not hasattr(loader, "det_callbacks_followers"):
+        loader.__class__ = _followed(type(loader))
+    followers = loader.det_callbacks_followers
+    followers.append(follower)
+
+    def end() -> None:
+        if follower in followers:
+            followers.remove(follower)
+            if not followers:
+                loader.__class__ = type(loader).__base__
+
+    return end
+
+
+def _followed(base: Any) -> Any:
+    """Return a subclass of a CombinedLoader's class that calls followers in the order of their registration.
+
+    The resume is first, and restores generators before the others read them.
+    """
+    followers: list[Any] = []
+
+    def begin(loader: Any) -> Any:
+        for follower in followers:
+            follower.begin_iteration()
+        return base.__iter__(loader)
+
+    def draw(loader: Any) -> Any:
+        for follower in followers:
+            follower.begin_draw()
+        drawn = base.__next__(loader)
+        for follower in followers:
+            follower.end_draw(drawn[0])
+        return drawn
+
+    return subclass_of(base, det_callbacks_followers=followers, __iter__=begin, __next__=draw)
 
 
 class LightningTraining(Training):

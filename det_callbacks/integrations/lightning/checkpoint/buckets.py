@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
-from det_callbacks.internals.lightning import ddp_hook_state
+from det_callbacks.internals.lightning import ddp_hook_state, either
 from det_callbacks.internals.torch import (
     ddp_facts,
     ddp_parameters,
@@ -19,7 +19,6 @@ from det_callbacks.internals.torch import (
     mark_gradient,
     rebuild_buckets,
 )
-from det_callbacks.internals.twins import either
 
 Buckets = tuple[tuple[str, ...], ...]
 """Names of the parameters in each bucket."""

@@ -16,16 +16,16 @@ from det_callbacks.digest.host import format_digest
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.environment.rng import Held
 from det_callbacks.errors import DetCallbacksError
-from det_callbacks.integrations.lightning.loaders import find_generators
+from det_callbacks.integrations.lightning.trainer import find_generators
 from det_callbacks.internals.lightning import (
     DataLoaderIterFetcher,
     combined_loader,
     data_fetcher,
+    either,
     is_out_of_batches,
     should_validate,
 )
 from det_callbacks.internals.torch import left_out_of_state
-from det_callbacks.internals.twins import either
 
 GRADIENT, BUFFER = "gradient ", "buffer "
 """Prefixes of the names of tensors saved next to a checkpoint."""

@@ -20,10 +20,9 @@ from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.environment.rng import GeneratorStates, Held
 from det_callbacks.errors import NotResumableError
 from det_callbacks.integrations.lightning.checkpoint import buckets, fit
-from det_callbacks.integrations.lightning.loaders import follow
-from det_callbacks.internals.lightning import LOAD_LOADER_STATES, Loop, combined_loader, end_restart
+from det_callbacks.integrations.lightning.trainer import follow
+from det_callbacks.internals.lightning import LOAD_LOADER_STATES, Loop, combined_loader, end_restart, own_class
 from det_callbacks.internals.replaced import ReplacedMethods
-from det_callbacks.internals.twins import own_class
 from det_callbacks.report.console import print_closing_line
 from det_callbacks.report.tensors import unrestored_line
 from det_callbacks.runs.peers import Peers
