@@ -4,7 +4,7 @@ import argparse
 
 from det_callbacks.cli.found import print_found
 from det_callbacks.environment.installation import look_at_installation
-from det_callbacks.report.machine import broken_report, broken_to_dict
+from det_callbacks.report.installation import broken_report, broken_to_dict
 
 
 def doctor(options: argparse.Namespace) -> int:

@@ -1,50 +1,22 @@
-"""The installation, the settings in force, and the ops that torch calls nondeterministic."""
+"""The settings in force, and the ops that torch calls nondeterministic."""
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from det_callbacks.compare.arguments import read_arguments
-from det_callbacks.environment.installation import Installation
 from det_callbacks.environment.nondeterminism import BEHAVIOURS, OpFact, may_apply
 from det_callbacks.errors import SelectionError
-from det_callbacks.internals.versions import TESTED
 from det_callbacks.report.console import Section, Table
+from det_callbacks.report.installation import installation_lines, versions_line
 from det_callbacks.report.run import head_lines
 from det_callbacks.report.verdict import environment_table
 from det_callbacks.runs.program import StepView
 from det_callbacks.runs.store import Run
 from det_callbacks.text import count
-
-
-def broken_to_dict(here: Installation) -> dict[str, Any]:
-    """Return the doctor's JSON if the installation cannot record."""
-    return {"schema": 1, "is_well": False, "installation": asdict(here)}
-
-
-def broken_report(here: Installation) -> list[Section]:
-    """Return the doctor's report in that case."""
-    title = versions_line(here, [name for name, found in here.versions.items() if found or name in TESTED])
-    return [Section(title=title, style="bold red", lines=installation_lines(here))]
-
-
-def versions_line(here: Installation, names: Iterable[str]) -> str:
-    return ", ".join(f"{name} {here.versions[name] or 'not installed'}" for name in names)
-
-
-def installation_lines(here: Installation) -> list[str]:
-    """Return which packages are untested, broken or missing, and what to do."""
-    tested = ", ".join(f"{package} {oldest} to {newest}" for package, (oldest, newest) in TESTED.items())
-    lines = [f"Untested: {one}" for one in here.untested]
-    lines += [f"Cannot be imported: {one}" for one in here.broken]
-    lines += [f"Missing: {one}" for one in here.missing]
-    if here.broken:
-        return [*lines, f"Install versions that det_callbacks was tested with: {tested}."]
-    return [*lines, f"Tested with {tested}"]
-
 
 if TYPE_CHECKING:
     from det_callbacks.environment.doctor import Diagnosis
