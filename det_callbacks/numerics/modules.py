@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from det_callbacks.digest.components import host_bytes
-from det_callbacks.digest.numbers import Tolerance, default_tolerance, measure
+from det_callbacks.digest.components import measure_tensors
+from det_callbacks.digest.numbers import Tolerance, default_tolerance
 from det_callbacks.errors import ModuleRunError, NothingComparedError
 from det_callbacks.internals import dynamo
 from det_callbacks.internals.torch import TORCH, leaves_with_path, path_text
@@ -150,9 +150,8 @@ def _comparison(
         # integers have to be equal, whatever the tolerance
         has_numbers = base.is_floating_point() or base.is_complex()
         tolerance = given if given is not None and has_numbers else default_tolerance(dtype)
-        base_bytes, control_bytes = host_bytes(base), host_bytes(control)
-        kind = "equal" if np.array_equal(base_bytes, control_bytes) else "content"
-        found = measure(base_bytes, control_bytes, (dtype, dtype), tolerance=tolerance)
+        found = measure_tensors(base, control, tolerance)
+        kind = "content" if found.num_differing else "equal"
         rtol, atol = tolerance
         measured = {"measure": found, "excess": found.excess, "rtol": rtol, "atol": atol}
     sides: dict[str, Any] = {"base": _described(base), "control": _described(control)}

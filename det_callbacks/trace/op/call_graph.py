@@ -184,10 +184,10 @@ class CallNode:
         """Return whether these arguments equal the node's, apart from numbers."""
         if len(self.consts) != len(consts):
             return False
-        is_exact = self.exact_repr is None
         for index, (known, value) in enumerate(zip(self.consts, consts, strict=True)):
             is_same = known.__class__ is value.__class__ and known == value
-            is_same = is_same and (is_exact or repr(known) == repr(value))
+            if is_same and self.exact_repr is not None:
+                is_same = repr(known) == repr(value)
             if not (is_number(value) if index in self.number_indices else is_same):
                 return False
         return True
@@ -253,7 +253,7 @@ class CallGraph:
         self._programs: OrderedDict[tuple[CallNode, ...], Program] = OrderedDict()
         self._has_strayed = True  # whether a call since the last program was not the likely one
         self._last: tuple[CallNode, Program] | None = None  # the last program and its last call
-        self._root = _root()
+        self._root = CallNode(None, None, "", NOWHERE, [], [], [], 0)
 
     def labels_of(
         self, positions: Sequence[int | None], first_site: int, edges: Sequence[Sequence[int]] = ()
@@ -477,10 +477,6 @@ class CallGraph:
         read = np.array([positions[label] for call in calls for label in call.edge_labels], dtype=np.int32)
         # ascending within each row
         return num_read, read[np.lexsort((read, np.repeat(np.arange(len(num_read)), num_read)))]
-
-
-def _root() -> CallNode:
-    return CallNode(None, None, "", NOWHERE, [], [], [], 0)
 
 
 def rowwise(edges: Iterable[Sequence[int]]) -> list[int | None]:
