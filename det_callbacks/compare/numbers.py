@@ -74,7 +74,7 @@ def _numbers(divergence: Divergence, sides: Sequence[SavedStep]) -> Numbers:
 
 
 def _tensor_numbers(name: str, reference: SavedTensor, current: SavedTensor) -> TensorNumbers:
-    """Return the distance of two tensors of one dtype and shape; those of a complex one are of its parts."""
+    """Return the distance of two tensors of one dtype and shape; of a complex one, by its parts."""
     shape = reference.shape
     num = min(reference.num_saved, current.num_saved)
     if num < prod(shape):

@@ -1,8 +1,8 @@
 """Measures by how much two tensors differ, from their bytes, with NumPy only: counts, distances, places.
 
-A distance has one definition everywhere: in units in the last place of the element or, if that is larger, of the root
-mean square of its tensor, because near zero a unit of the element is meaningless. The distance of integers is their
-difference.
+A distance has one definition everywhere: in units in the last place of the element or, if that is
+larger, of the root mean square of its tensor, because near zero a unit of the element is
+meaningless. The distance of integers is their difference.
 """
 
 import re
@@ -73,19 +73,22 @@ def can_measure(dtype: str) -> bool:
 
 @dataclass(slots=True, kw_only=True)
 class Measure:
-    """By how much a tensor differs: in bits or, if the dtypes differ, in numbers; ``measure`` fills it chunk by chunk.
+    """By how much a tensor differs: in bits or, if the dtypes differ, in numbers.
 
     Attributes:
         num_nan: elements that differ and of which one or both are NaN.
         num_inf: likewise, of which one or both are infinite and none is NaN.
-        num_unknown: elements without a distance: NaN or infinite on one side only, or float64 cannot represent it.
-        max_ulps: largest distance of finite elements that differ, in units in the last place of the element, or of the
-            tensor's root mean square if that is larger, rounded up; for integers, the difference. None if there is
-            none, or float64 cannot represent it.
-        max_relative: likewise, the distance divided by the element, or by the root mean square if that is larger.
+        num_unknown: elements without a distance: NaN or infinite on one side only, or float64
+            cannot represent it.
+        max_ulps: largest distance of finite elements that differ, in units in the last place of the
+            element, or of the tensor's root mean square if that is larger, rounded up; for
+            integers, the difference. None if there is none, or float64 cannot represent it.
+        max_relative: likewise, the distance divided by the element, or by the root mean square if
+            that is larger.
         max_absolute: likewise, the distance.
-        excess: the largest distance divided by its tolerance; infinite for a tolerance of 0 or an unknown distance.
-        bins: number of elements by distance: 0 ULPs, 1, 2 to 3, 4 to 7 and so on, of those that differ.
+        excess: the largest distance divided by its tolerance; infinite for a tolerance of 0 or an
+            unknown distance.
+        bins: number of elements that differ by 0 ULPs, 1, 2 to 3, 4 to 7 and so on.
         first: flat index and values, as text, of the first element that differs.
         worst: the same, after its rank: NaN, infinity, distance.
     """
@@ -150,15 +153,12 @@ class Measure:
             for name, sizes in (("max_ulps", ulps), ("max_relative", relative), ("max_absolute", apart)):
                 if is_finite.any():
                     setattr(self, name, max(getattr(self, name) or 0, sizes[is_finite].max().item()))
-            counted = ulps[is_finite]
-            if counted.dtype != np.uint64:
-                counted = np.minimum(np.ceil(counted), 2.0**63).astype(np.uint64)
-            # number of powers of two up to the distance: 0 for 0, 1 for 1, 2 for 2 and 3
-            self.bins += np.bincount(np.searchsorted(_POWERS, counted, side="right"), minlength=65)
+            self.bins += np.bincount(_bit_lengths(ulps[is_finite]), minlength=65)
             distance = np.where(is_finite, ulps, 0)
         self.num_nan += int((badness == 2).sum())
         self.num_inf += int((badness == 1).sum())
-        worst = int(np.lexsort((distance, badness))[-1])
+        candidates = np.flatnonzero(badness == badness.max())
+        worst = int(candidates[np.argmax(distance[candidates])])
         rank = int(badness[worst]), distance[worst].item()
         values = [*map(_values, words, dtypes)]
         if self.first is None:
@@ -177,10 +177,10 @@ def measure(
 ) -> Measure:
     """Return by how much elements differ; elements of two dtypes are compared as numbers, in ULPs of the coarser one.
 
-    ``reference`` and ``current`` are the bytes, uint8, of equally many elements; complex ones count as two. NaN equals
-    NaN, and 0 equals -0. For a sample, pass the ``root_mean_square`` of the whole tensor. The default ``tolerance`` is
-    that of ``torch.testing`` for the coarser dtype. An unknown dtype, such as a packed one, has counts but no
-    distances. Works in chunks, in 150 MiB of memory.
+    ``reference`` and ``current`` are the bytes, uint8, of equally many elements; complex ones count
+    as two. NaN equals NaN, and 0 equals -0. For a sample, pass the ``root_mean_square`` of the
+    whole tensor. The default ``tolerance`` is that of ``torch.testing`` for the coarser dtype. An
+    unknown dtype, such as a packed one, has counts but no distances. Works in chunks, in 150 MiB.
     """
     bound = default_tolerance(coarser(*dtypes)) if tolerance is None else tolerance
     kinds = [PARTS.get(dtype, dtype) for dtype in dtypes]
@@ -210,7 +210,7 @@ def measure(
 def _distances(
     words: Sequence[_Array], dtypes: Sequence[str], reference: _Array, current: _Array, size: float, bound: Tolerance
 ) -> tuple[_Array, _Array, _Array, _Array]:
-    """Return the distances of elements: as they are, in ULPs, relative, and as multiples of the tolerance."""
+    """Return the distances: as they are, in ULPs, relative, and as multiples of the tolerance."""
     dtype = coarser(*dtypes)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         apart, sizes = np.abs(reference - current), np.abs(reference)
@@ -246,6 +246,14 @@ def _distance(words: Sequence[_Array], dtype: str) -> _Array:
     sides = [side.view(f"i{side.itemsize}") if dtype in _SIGNED else side for side in words]
     distance: _Array = np.maximum(*sides).astype(np.uint64) - np.minimum(*sides).astype(np.uint64)
     return distance
+
+
+def _bit_lengths(ulps: _Array) -> _Array:
+    """Return 0 for 0, 1 for distances up to 1, 2 for those up to 3, and so on, at most 64."""
+    if ulps.dtype == np.uint64:
+        return np.searchsorted(_POWERS, ulps, side="right")
+    lengths: _Array = np.frexp(np.minimum(np.ceil(ulps), 2.0**63))[1]
+    return lengths
 
 
 def _spacing(sizes: _Array, dtype: str) -> _Array:

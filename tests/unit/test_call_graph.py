@@ -227,7 +227,7 @@ def test_steps_that_skip_blocks_at_random_are_not_built_anew(monkeypatch):
 @pytest.mark.parametrize("call", [lambda: torch.zeros(1), lambda: X.exp(), lambda: X.exp().sum(0)])
 def test_equal_calls_cost_as_much_as_different_ones(call):
     def num_lines(num_calls: int) -> list[int]:
-        """Return how many lines of the graph each step runs; a part of them comes after an op that some steps lack."""
+        """Return how many lines of the graph each step runs; some steps lack an op and a call."""
         mode = HashMode()
         lines: list[int] = []
         for skips in (False, True, False, True, False):

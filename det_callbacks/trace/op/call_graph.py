@@ -246,7 +246,7 @@ class CallGraph:
         self.num_nodes = 0
         self.num_bytes = 0
         self._num_labels = 0
-        # hash of op, place, reads and names -> the calls with this hash; those that differ only in numbers together
+        # hash of op, place, reads and names -> calls, those that differ only in numbers together
         self._calls: dict[int, list[_OncePerStep[CallNode]]] = {}
         self._site_rows: dict[Site, SiteRow] = {}
         self._alike: dict[Hashable, _Alike] = {}  # by op, place and rows
