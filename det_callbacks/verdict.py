@@ -61,15 +61,16 @@ class TensorNumbers:
     shape: tuple[int, ...] = ()
     dtype: str = ""
     num_differing: int = 0
-    # elements by distance: 0 ULPs (equal, or zeros of the other sign), 1 for neighbours among the numbers of the dtype,
-    # 2 to 3, 4 to 7 and so on, up to ``max_ulps``; () for dtypes without a distance
+    # elements by distance: 0 ULPs (equal, or zeros of the other sign), 1, 2 to 3, 4 to 7 and so on, up to ``max_ulps``;
+    # () for dtypes without a distance
     ulps: tuple[int, ...] = ()
     num_nan: int = 0  # elements that differ and of which one or both are NaN; in no bin of ``ulps``
     num_inf: int = 0  # likewise, of which one or both are infinite and none is NaN
+    # in units in the last place of the element, or of the root mean square of the reference if that is larger
     max_ulps: int | None = None
     # largest distances of finite elements, or None if there are none or float64 cannot represent them
     max_absolute: float | None = None
-    max_relative: float | None = None  # likewise, by the reference's element if that is not zero
+    max_relative: float | None = None  # likewise, divided by the size that determines the unit
     first: tuple[int, ...] | None = None  # index of the first element that differs, row-major
     first_values: tuple[str, str] | None = None  # its values in the reference and the current run, as text
     # the element with NaN, else an infinity, else the largest distance

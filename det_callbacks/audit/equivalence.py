@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import cycle, zip_longest
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from torch import Generator, Tensor, nn
@@ -30,7 +30,6 @@ from det_callbacks.trace.dispatch import TAKE_APART, DispatchMode
 from det_callbacks.trace.op.call_graph import OpScope
 from det_callbacks.trace.op.components import PLAIN, holds_data
 from det_callbacks.trace.op.copied_calls import Call, copied_call
-from det_callbacks.trace.op.fresh_memory import FreshMemory, UnwrittenWords
 from det_callbacks.trace.op.same_bits import difference_of, has_same_bits, is_special
 from det_callbacks.trace.state.optimizers import OptimizerPhases
 from det_callbacks.trace.tables.overloads import (
@@ -40,8 +39,6 @@ from det_callbacks.trace.tables.overloads import (
     comes_apart,
     in_flight,
     make_plan,
-    tensors_in,
-    tensors_read,
     written_arguments,
     written_by_call,
 )
@@ -77,8 +74,7 @@ class BitwiseEquivalenceMode:
     """Run every op of the ``with`` block twice on the same inputs, and report the ops whose bits differ.
 
     After a mismatch the mode runs the op a third time; if two of the three runs agree, the mismatch is
-    transient (perhaps a flipped bit in hardware). If an op reads unwritten memory of ``torch.empty``,
-    the mode also runs it with different bytes there. NaN payloads and signed zeros count. The program
+    transient (perhaps a flipped bit in hardware). NaN payloads and signed zeros count. The program
     gets the results of the first run, with generators and in-place writes as after one run.
     docs/how-to/replay.md lists what the mode leaves out, and the cost.
 
@@ -124,7 +120,6 @@ class BitwiseEquivalenceMode:
         self.on_updated: Callable[[], None] = lambda: None  # called after an optimizer's update
         self._mode: DispatchMode | None = None
         self._mismatches: list[OpMismatch] = []
-        self._fresh = FreshMemory()
         # by id: hashing an OpOverload runs Python code; a plan keeps it alive
         self._plans: dict[int, tuple[OpPlan, str]] = {}
         self._calls: Counter[tuple[str, str, int]] = Counter()
@@ -172,8 +167,6 @@ class BitwiseEquivalenceMode:
         self.places.modules.close()
         self.places.backward.clear()
         mode, self._mode = self._mode, None
-        with _unseen():
-            self._fresh.close()
         if mode is not None and (above := mode.leave()) is not None:
             warnings.warn(
                 f"Another dispatch mode ({above}) was opened inside BitwiseEquivalenceMode and left open. All ops up "
@@ -196,7 +189,6 @@ class BitwiseEquivalenceMode:
         self.num_ops += 1
         if plan.kind is OpKind.OPAQUE:
             self.skipped[reason] += 1
-            self._give_back(args, kwargs)
             self.places.backward.note_unseen()
             return func(*args, **kwargs)
         phase, scope = self.places.now()
@@ -214,28 +206,18 @@ class BitwiseEquivalenceMode:
             reason = "capturing"
         if reason:
             self.skipped[reason] += 1
-            if plan.kind is OpKind.VIEW:
-                return func(*args, **kwargs)
-            self._give_back(args, kwargs)
-            out = func(*args, **kwargs)
-            if reason == OpKind.UNINITIALISED.value and out.__class__ is Tensor and not is_capturing():
-                with _unseen():
-                    self._fresh.allocate(out)
-            return out
+            return func(*args, **kwargs)
         return self._run_again(func, plan, phase, scope, (args, kwargs))
 
     def _run_again(self, func: Any, plan: OpPlan, phase: str, scope: OpScope, call: Call) -> Any:
         occurrence = self._calls[phase, scope.module, id(func)]
         self._calls[phase, scope.module, id(func)] += 1
-        rerun = _Rerun(plan, call, self._begin_read(plan, call))
+        rerun = _Rerun(plan, call)
         try:
             rerun.run()
         except BaseException:  # Ctrl-C too
             self.skipped["raised"] += 1
             raise
-        if rerun.unwritten:
-            with _unseen():
-                self._fresh.end_read(rerun.unwritten, written_arguments(plan, *call))
         if rerun.reason:
             self.skipped[rerun.reason] += 1
         else:
@@ -250,8 +232,7 @@ class BitwiseEquivalenceMode:
                 occurrence=occurrence,
                 output=index,
                 source=source_of(scope),
-                is_transient=rerun.fault == "transient",
-                is_uninitialised=rerun.fault == "uninitialised",
+                is_transient=rerun.is_transient,
                 **difference,
             )
             self.num_mismatches += 1
@@ -267,32 +248,18 @@ class BitwiseEquivalenceMode:
                 )
         return rerun.out
 
-    def _begin_read(self, plan: OpPlan, call: Call) -> list[UnwrittenWords]:
-        if not self._fresh:
-            return []
-        with _unseen():
-            updated = () if plan.is_overwrite else written_arguments(plan, *call)
-            return self._fresh.begin_read(tensors_read(plan, *call), updated)
-
-    def _give_back(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Give back fresh memory, so a call that runs once reads what it would read without the mode."""
-        if self._fresh:
-            with _unseen():
-                for tensor in tensors_in((*args, *kwargs.values())):
-                    self._fresh.give_back(tensor)
-
 
 class _Rerun:
-    """One call that runs twice, a third time if the two differ, and once more with different unwritten memory."""
+    """One call that runs twice, and a third time if the two differ."""
 
-    def __init__(self, plan: OpPlan, call: Call, unwritten: Sequence[UnwrittenWords]) -> None:
-        self._plan, self._call, self.unwritten = plan, call, unwritten
+    def __init__(self, plan: OpPlan, call: Call) -> None:
+        self._plan, self._call = plan, call
         self._before: RewindPoint | None = None
         self._after: RewindPoint | None = None
         self.out: Any = None  # output of the first run
         self.reason = ""  # why it was not compared
         self.differing: list[_Difference] = []
-        self.fault: Literal["", "transient", "uninitialised"] = ""
+        self.is_transient = False
 
     def run(self) -> None:
         plan, (args, kwargs) = self._plan, self._call
@@ -325,41 +292,16 @@ class _Rerun:
             self.differing = _differing(first, second)
             if self.differing:
                 third = self._again(copies[1])
-                if third is not None and not (_differing(first, third) and _differing(second, third)):
-                    self.fault = "transient"
-            elif self.unwritten and self._put_others(copies[2], first):
-                self.fault = "uninitialised"
+                self.is_transient = third is not None and not (_differing(first, third) and _differing(second, third))
         except (TypeError, DetCallbacksError):
             self.reason, self.differing = "unreadable", []
 
     def _copies(self) -> list[Call]:
-        """Return three more calls on copies; in the last, unwritten memory has different bytes."""
+        """Return two more calls, on copies of what they write."""
         if not self._plan.writes:
-            return [self._call] * 3
+            return [self._call] * 2
         with _unseen():
-            copies = [copied_call(self._plan, *self._call) for _ in range(2)]
-            if self.unwritten:
-                with self._other_bytes():
-                    copies.append(copied_call(self._plan, *self._call, with_read=True))
-        return copies
-
-    def _put_others(self, call: Call, first: Sequence[Any]) -> bool:
-        with nullcontext() if self._plan.writes else self._other_bytes():
-            again = self._again(call)
-        self.differing = [] if again is None else _differing(first, again)
-        return bool(self.differing)
-
-    @contextmanager
-    def _other_bytes(self) -> Iterator[None]:
-        try:
-            with without_function_modes():
-                for one in self.unwritten:
-                    one.put(others=True)
-            yield
-        finally:
-            with without_function_modes():
-                for one in self.unwritten:
-                    one.put()
+            return [copied_call(self._plan, *self._call) for _ in range(2)]
 
     def _generators(self) -> RewindPoint | None:
         is_foreign = _is_foreign(self._plan)

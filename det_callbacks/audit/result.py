@@ -8,7 +8,7 @@ from typing import Any, Literal
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.runs.patterns import OpPattern
 
-Judgement = Literal["nondeterministic", "transient", "uninitialised"]
+Judgement = Literal["nondeterministic", "transient"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,6 @@ class OpMismatch:
         max_ulps: largest distance of two finite elements in units in the last place, or None if there
             are none.
         is_transient: whether the third run agrees with the first or with the second.
-        is_uninitialised: whether the op repeats its bits, but reads memory that nothing has written.
 
     Examples:
         >>> with BitwiseEquivalenceMode() as mode:
@@ -54,20 +53,16 @@ class OpMismatch:
     num_differing: int
     max_ulps: int | None
     is_transient: bool
-    is_uninitialised: bool = False
 
     def __str__(self) -> str:
         module = {"": "in no submodule", "?": "in an unknown module"}.get(self.module, f"in {self.module}")
         place = f" at {self.source[0]}" if self.source else ""
         distance = "" if self.max_ulps is None else f", by up to {self.max_ulps} ULPs"
         third = "; two of three runs agree, so it may be transient" if self.is_transient else ""
-        what = (
+        return (
             f"{self.op} {module}{place} ({self.phase}): {self.num_differing} of {self.num_elements} elements of output "
-            f"{self.output}"
+            f"{self.output} differ{distance}{third}"
         )
-        if self.is_uninitialised:
-            return f"{what} depend on memory that it reads and that nothing has written since it was allocated"
-        return f"{what} differ{distance}{third}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +70,7 @@ class AuditFinding(OpMismatch):
     """One op that gave different bits when it ran again, with the fields of its first ``OpMismatch``.
 
     Attributes:
-        judgement: "transient" if a single call differed, and two of three runs agreed;
-            "uninitialised" if the op repeats its bits, but depends on unwritten memory.
+        judgement: "transient" if a single call differed, and two of three runs agreed.
         steps: steps in which it differed.
         num_places: number of its outputs and occurrences that differed, over all steps.
 
@@ -100,14 +94,9 @@ class AuditFinding(OpMismatch):
         first = mismatches[0][1]
         calls = {(step, one.occurrence) for step, one in mismatches}
         known = [one.max_ulps for _, one in mismatches if one.max_ulps is not None]
-        judgement: Judgement = "nondeterministic"
-        if all(one.is_uninitialised for _, one in mismatches):
-            judgement = "uninitialised"
-        elif first.is_transient and len(calls) == 1:
-            judgement = "transient"
         return cls(
             **{**asdict(first), "max_ulps": max(known, default=None)},
-            judgement=judgement,
+            judgement="transient" if first.is_transient and len(calls) == 1 else "nondeterministic",
             steps=tuple(sorted({step for step, _ in calls})),
             num_places=len(mismatches),
         )

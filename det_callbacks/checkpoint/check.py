@@ -12,9 +12,8 @@ from torch import Tensor
 
 from det_callbacks.checkpoint.entries import Entries, Entry, entries_of, walk
 from det_callbacks.checkpoint.files import RESUME, SIDECAR, Sidecar, measure, read_part, read_sidecar
-from det_callbacks.digest.components import tensor_numbers
+from det_callbacks.digest.components import measure_tensors
 from det_callbacks.errors import CheckpointFormatError, CheckpointNotFoundError
-from det_callbacks.verdict import TensorNumbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,8 +242,8 @@ def _counted(entry: EntryDifference, reference: Any, current: Any) -> EntryDiffe
     if not (isinstance(reference, Tensor) and isinstance(current, Tensor)):
         return replace(entry, reference=reprlib.repr(reference), current=reprlib.repr(current))
     try:
-        numbers = tensor_numbers(TensorNumbers(tensor=entry.path), reference, current)
+        known = measure_tensors(reference, current)
     except ValueError:  # not strided: known to differ
         return entry
-    figures = {name: getattr(numbers, name) for name in ("num_elements", "num_differing", "max_ulps")}
+    figures = {name: getattr(known, name) for name in ("num_elements", "num_differing", "max_ulps")}
     return replace(entry, **figures)

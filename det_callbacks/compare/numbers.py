@@ -2,19 +2,20 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from det_callbacks.compare.collectives import FirstDifference
-from det_callbacks.digest.numbers import tensor_numbers
+from det_callbacks.digest.numbers import PARTS, can_measure
 from det_callbacks.errors import ReferenceFormatError, SelectionError
 from det_callbacks.runs.files import MANIFEST, damaged
 from det_callbacks.runs.patterns import OpPattern, as_patterns
 from det_callbacks.runs.program import is_collective, is_region
 from det_callbacks.runs.selection import PHASES, Selection
 from det_callbacks.runs.store import Run
-from det_callbacks.tensors.files import KEPT, LEFT_OUT, SavedStep, SavedTensor, common_elements
+from det_callbacks.tensors.files import KEPT, LEFT_OUT, SavedStep, SavedTensor, measure_saved
 from det_callbacks.verdict import Divergence, Numbers, TensorNumbers, Verdict
 
 MAX_RANKS = 16
@@ -23,6 +24,8 @@ MEASURED_ORIGINS = 5
 """How many origins of a rank are measured: each takes time to read, and up to 10 KB to send to the other ranks."""
 MAX_OP_STEPS = 10
 """How many steps are recorded again at level op at once; more are first recorded at level state."""
+
+_COUNTS = ("num_differing", "num_nan", "num_inf", "max_ulps", "max_absolute", "max_relative")
 
 
 def with_numbers(reference: Run, current: Run, first: Mapping[int, FirstDifference]) -> dict[int, FirstDifference]:
@@ -61,16 +64,34 @@ def _numbers(divergence: Divergence, sides: Sequence[SavedStep]) -> Numbers:
             return Numbers(problem=f"{name} did not keep it" + (f": {reason}" if reason else ""))
         found.append(kept)
     reference, current = found
-    label = TensorNumbers(tensor=f"output {divergence.output}", shape=reference.shape, dtype=reference.dtype)
+    name = f"output {divergence.output}"
     if (reference.shape, reference.dtype) == (current.shape, current.dtype):
-        reference, current = common_elements(reference, current)
-        if reference.every > 1:
-            what = f"{label.tensor}, {reference.num_saved:,} of {label.num_elements:,} elements"
-            label = replace(label, tensor=what, shape=(reference.num_saved,))
-        return Numbers(output=(tensor_numbers(label, np.ravel(reference.bits), np.ravel(current.bits)),))
+        return Numbers(output=(_tensor_numbers(name, reference, current),))
     shapes = [f"{side.dtype} {list(side.shape)}" for side in found]
     problem = f"{shapes[0]} in the reference and {shapes[1]} in the current run, so elements cannot be paired"
-    return Numbers(output=(TensorNumbers(tensor=label.tensor, problem=problem),))
+    return Numbers(output=(TensorNumbers(tensor=name, problem=problem),))
+
+
+def _tensor_numbers(name: str, reference: SavedTensor, current: SavedTensor) -> TensorNumbers:
+    """Return the distance of two tensors of one dtype and shape; of a complex one, by its parts."""
+    shape = reference.shape
+    num = min(reference.num_saved, current.num_saved)
+    if num < prod(shape):
+        name, shape = f"{name}, {num:,} of {prod(shape):,} elements", (num,)
+    part = PARTS.get(reference.dtype)
+    known = measure_saved(reference, current)
+    found = TensorNumbers(
+        tensor=name,
+        shape=shape if part is None else (*shape, 2),
+        dtype=part or reference.dtype,
+        ulps=known.histogram if can_measure(reference.dtype) else (),
+        **{name: getattr(known, name) for name in _COUNTS},
+    )
+    if known.first is None or known.worst is None:
+        return found
+    (place, values), (_, worst, worst_values) = known.first, known.worst
+    first, worst_place = (tuple(map(int, np.unravel_index(at, found.shape))) for at in (place, worst))
+    return replace(found, first=first, first_values=values, worst=worst_place, worst_values=worst_values)
 
 
 # what to record again

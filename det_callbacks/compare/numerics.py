@@ -21,11 +21,11 @@ from det_callbacks.compare.differences import StepDifference
 from det_callbacks.compare.module_names import ModuleNames, modules_of
 from det_callbacks.compare.rounding import Place, Rounding, place_of
 from det_callbacks.digest.host import format_digest
-from det_callbacks.digest.numbers import Measure, can_measure, coarser, epsilon, measure
+from det_callbacks.digest.numbers import Measure, can_measure, coarser, epsilon
 from det_callbacks.errors import NothingComparedError, SelectionError
 from det_callbacks.runs.program import StepView
 from det_callbacks.runs.store import Run
-from det_callbacks.tensors.files import KEPT, SavedStep, SavedTensor, common_elements
+from det_callbacks.tensors.files import KEPT, SavedStep, SavedTensor, measure_saved
 from det_callbacks.verdict import Divergence, Numerics, SiteNumerics
 
 JUMP = 10.0
@@ -372,9 +372,7 @@ class _StepNumerics:
         if not all(map(can_measure, dtypes)):
             self.not_compared["of a dtype whose numbers are not known"] += 1
             return row
-        size = _root_mean_square(reference)
-        reference, current = common_elements(reference, current)
-        known = measure(np.ravel(reference.bits), np.ravel(current.bits), dtypes, root_mean_square=size)
+        known = measure_saved(reference, current)
         bound = None if self._rounding is None else self._rounding.bound(divergence, coarser(*dtypes))
         if bound is not None:
             known = replace(known, excess=_multiple(known.relative, bound))
@@ -452,12 +450,3 @@ def _multiple(error: float | None, bound: float) -> float:
     if error == 0 or bound == inf:
         return 0.0
     return error / bound if error is not None and bound else inf
-
-
-def _root_mean_square(saved: SavedTensor) -> float | None:
-    """Return the root mean square of a tensor's finite elements, or None if its statistics were not kept."""
-    known = saved.options.get("statistics")
-    if known is None:
-        return None
-    num_finite = prod(saved.shape) * (2 if saved.dtype.startswith("complex") else 1) - known["nan"] - known["inf"]
-    return math.sqrt(known["squares"] / max(num_finite, 1))

@@ -2,7 +2,6 @@
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -10,7 +9,7 @@ from torch.nn.parameter import Parameter, is_lazy
 
 from det_callbacks.digest.device.deferred import Bits, DeferredDigests, derived, value_of
 from det_callbacks.digest.host import digest_bytes, digest_memory, digest_spans
-from det_callbacks.digest.numbers import tensor_numbers as numbers_of_bytes
+from det_callbacks.digest.numbers import Measure, Tolerance, measure
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.internals.torch import (
@@ -28,7 +27,6 @@ from det_callbacks.internals.torch import (
     num_function_modes,
     untransformed,
 )
-from det_callbacks.verdict import TensorNumbers
 
 _PLAIN_TYPES = frozenset({torch.Tensor, Parameter})
 
@@ -262,14 +260,14 @@ def require_storage(tensor: torch.Tensor) -> None:
         )
 
 
-def tensor_numbers(label: TensorNumbers, reference: torch.Tensor, current: torch.Tensor) -> TensorNumbers:
-    """Return the label with the distance of two strided tensors, which are copied to the host."""
+def measure_tensors(reference: torch.Tensor, current: torch.Tensor, tolerance: Tolerance | None = None) -> Measure:
+    """Return by how much two strided tensors of one shape differ; both are copied to the host."""
     if any(one.layout is not torch.strided or one.is_quantized or one.is_nested for one in (reference, current)):
         raise ValueError("only ordinary strided tensors have numbers; compare the inner tensors")
     if reference.shape != current.shape or reference.dtype != current.dtype:
         raise ValueError("tensors of different dtypes or shapes have no elements in common")
-    label = replace(label, shape=tuple(reference.shape), dtype=str(reference.dtype).removeprefix("torch."))
-    return numbers_of_bytes(label, host_bytes(reference), host_bytes(current))
+    dtype = str(reference.dtype).removeprefix("torch.")
+    return measure(host_bytes(reference), host_bytes(current), (dtype, dtype), tolerance=tolerance)
 
 
 def host_bytes(tensor: torch.Tensor) -> np.ndarray:

@@ -73,10 +73,6 @@ loader_mode = LIGHTNING.of_instance(
     "lightning.pytorch.utilities.CombinedLoader._mode",
     "the order in which several loaders are iterated",
 )
-is_restarting = LIGHTNING.of_instance(
-    "_FitLoop._restarting",
-    "whether a loop continues from a checkpoint; its public setter also sets it on inner loops",
-)
 data_fetcher = LIGHTNING.of_instance("_FitLoop._data_fetcher", "loads batches from the loaders")
 should_accumulate = LIGHTNING.of_instance(
     "_FitLoop._should_accumulate", "whether a batch ends without an optimizer step, so its metrics are not logged"

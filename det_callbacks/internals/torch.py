@@ -329,10 +329,6 @@ DataLoaderIter = TORCH.needed(
     "torch.utils.data.dataloader._BaseDataLoaderIter",
     "refers to the data set",
 )
-leaves_with_path: Callable[[Any], list[tuple[Any, Any]]] = TORCH.needed(
-    "torch.utils._pytree.tree_leaves_with_path", "the tensors in a module's arguments and results"
-)
-path_text: Callable[[Any], str] = TORCH.needed("torch.utils._pytree.keystr", "their names")
 
 
 # Generators.

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -16,17 +17,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from det_callbacks.digest.components import host_bytes
-from det_callbacks.digest.numbers import Tolerance, default_tolerance, measure
+from det_callbacks.digest.components import measure_tensors
+from det_callbacks.digest.numbers import Tolerance, default_tolerance
 from det_callbacks.errors import ModuleRunError, NothingComparedError
 from det_callbacks.internals import dynamo
-from det_callbacks.internals.torch import TORCH, leaves_with_path, path_text
+from det_callbacks.internals.torch import TORCH
 from det_callbacks.numerics.result import PHASES, Kind, NumericsReport, Phase, TensorComparison
 from det_callbacks.observers.values import leaves_of
 from det_callbacks.runs.patterns import as_names
 from det_callbacks.settings import MAX_SEED, DeterminismSettings, enforce_determinism
 from det_callbacks.text import count
-from det_callbacks.trace.op.components import has_parts
+from det_callbacks.trace.op.same_bits import is_special
+from det_callbacks.trace.state.leaves import flatten
 
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any] | Callable[[int], Any]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -150,9 +152,8 @@ def _comparison(
         # integers have to be equal, whatever the tolerance
         has_numbers = base.is_floating_point() or base.is_complex()
         tolerance = given if given is not None and has_numbers else default_tolerance(dtype)
-        base_bytes, control_bytes = host_bytes(base), host_bytes(control)
-        kind = "equal" if np.array_equal(base_bytes, control_bytes) else "content"
-        found = measure(base_bytes, control_bytes, (dtype, dtype), tolerance=tolerance)
+        found = measure_tensors(base, control, tolerance)
+        kind = "content" if found.num_differing else "equal"
         rtol, atol = tolerance
         measured = {"measure": found, "excess": found.excess, "rtol": rtol, "atol": atol}
     sides: dict[str, Any] = {"base": _described(base), "control": _described(control)}
@@ -295,8 +296,7 @@ class _Side:
         # in the order of the backward pass: an error in one layer spreads to all layers before it
         last_first = reversed([*self.module.named_parameters()])
         leaves: list[tuple[str, Any]] = [(_plain_name(name), parameter) for name, parameter in last_first]
-        leaves += [("input" + path_text(path[1:]), leaf) for path, leaf in leaves_with_path(call)]
-        for name, leaf in leaves:
+        for name, leaf in chain(leaves, *(flatten(arguments, "input") for arguments in call)):
             if isinstance(leaf, Tensor) and leaf.is_leaf and leaf.grad is not None:
                 found["gradient", name] = _copied(name, leaf.grad)
 
@@ -316,9 +316,9 @@ class _Side:
             if (name := names.get(id(module))) is not None:
                 call = f"{name} #{num_calls[name]}" if num_calls[name] else name
                 num_calls[name] += 1
-                for path, leaf in leaves_with_path(output):
+                for path, leaf in flatten(output, call):
                     if isinstance(leaf, Tensor):
-                        found["module", call + path_text(path)] = _copied(call, leaf)
+                        found["module", path] = _copied(path, leaf)
 
         return register_module_forward_hook(add) if names else nullcontext()
 
@@ -375,7 +375,6 @@ def _call_of(inputs: Inputs, iteration: int) -> tuple[tuple[Any, ...], dict[str,
 def _copied(name: str, value: Tensor) -> Tensor:
     with torch.no_grad():
         value = value.detach()
-        is_other_kind = value.is_quantized or value.is_meta or value.is_nested or has_parts(value)
-        if value.layout != torch.strided or is_other_kind:
+        if value.layout != torch.strided or value.is_meta or is_special(value):
             raise TypeError(f"{name} is not an ordinary strided tensor with elements; compare its components")
         return value.resolve_conj().resolve_neg().clone()

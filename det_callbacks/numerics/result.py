@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -85,11 +85,11 @@ class TensorComparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data; an infinite excess is the text "inf"."""
-        excess = self.excess if math.isfinite(self.excess) else "inf"
-        content = {**asdict(self), "close": self.close, "excess": excess}
+        content = {one.name: getattr(self, one.name) for one in fields(self)}
         if self.measure is not None:
-            del content["measure"]["excess"]  # the same number
-        return as_json(content)
+            names = ("num_elements", "num_differing", "ulp", "relative", "absolute")
+            content["measure"] = {name: getattr(self.measure, name) for name in names}
+        return as_json({**content, "close": self.close, "excess": self.excess if self.excess < math.inf else "inf"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -170,11 +170,6 @@ def audit_lines(report: AuditReport, *, replay: Path) -> str:
     advice = [f"Make these ops deterministic (see det-callbacks ops), {use}"] if report.replay else []
     if any(found.judgement == "transient" for found in report.findings):
         advice += ["Transient: one of the three runs of a call differed. Check the hardware first."]
-    if any(found.judgement == "uninitialised" for found in report.findings):
-        advice += [
-            "Uninitialised: an op repeats its bits, but its output depends on memory that nothing has written. Write "
-            "all of that memory, or allocate it with torch.zeros."
-        ]
     begin = f"{count(len(report.findings), 'op')} gave different bits from the same inputs when run again."
     table = Table(columns=columns, rows=rows, limit=MAX_FINDINGS)
     return to_text([Section(lines=[begin]), Section(table=table), Section(lines=advice)])

@@ -99,22 +99,6 @@ def test_a_fault_that_comes_once_is_transient(runs, judgement, steps, tmp_path, 
     assert callback.audit_report.replay == ((found.pattern,) if judgement == "nondeterministic" else ())
 
 
-class HalfFilled(Classifier):
-    def forward(self, inputs: Tensor) -> Tensor:
-        memory = torch.empty(2, *inputs.shape)
-        memory[0] = inputs
-        return super().forward(torch.nan_to_num(memory)[0])
-
-
-def test_an_op_that_reads_unwritten_memory_is_judged_uninitialised(tmp_path):
-    callback = audit(tmp_path / "audit", on_divergence="warn")
-    with pytest.warns(DivergenceWarning, match="depends on memory that nothing has written."):
-        train(HalfFilled, callback, epochs=1)
-    (found,) = callback.audit_report.findings
-    assert (found.judgement, found.op, found.phase) == ("uninitialised", "aten.nan_to_num.default", "forward")
-    assert callback.audit_report.replay == ()
-
-
 def test_an_audit_that_stops_leaves_nothing_behind_also_of_an_earlier_one(tmp_path):
     folder = tmp_path / "audit"
 

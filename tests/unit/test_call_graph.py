@@ -3,8 +3,11 @@
 import json
 import math
 import struct
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise, product
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from det_callbacks.compare.step import compare_steps
 from det_callbacks.runs.program import plain_value
 from det_callbacks.runs.steps import Expectation, StepTrace
 from det_callbacks.trace.hash_mode import HashMode
+from det_callbacks.trace.op import call_graph
 from det_callbacks.trace.op.call_graph import CallGraph
 
 X = torch.ones(3)
@@ -220,6 +224,38 @@ def test_steps_that_skip_blocks_at_random_are_not_built_anew(monkeypatch):
     assert last.program.id == programs[every[5]]
 
 
+@pytest.mark.parametrize("call", [lambda: torch.zeros(1), lambda: X.exp(), lambda: X.exp().sum(0)])
+def test_equal_calls_cost_as_much_as_different_ones(call):
+    def num_lines(num_calls: int) -> list[int]:
+        """Return how many lines of the graph each step runs; some steps lack an op and a call."""
+        mode = HashMode()
+        lines: list[int] = []
+        for skips in (False, True, False, True, False):
+            lines.append(0)
+
+            def count(frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
+                lines[-1] += event == "line"
+                return count if frame.f_code.co_filename == call_graph.__file__ else None
+
+            def body(skips: bool = skips) -> None:
+                for number in range(num_calls):
+                    if number == num_calls // 2 and not skips:
+                        X.sin()
+                        call()
+                    call()
+
+            before = sys.gettrace()
+            sys.settrace(count)
+            try:
+                step_of(mode, body)
+            finally:
+                sys.settrace(before)
+        return lines
+
+    for few, many in zip(num_lines(100), num_lines(400), strict=True):
+        assert many < 5 * few
+
+
 def test_what_is_read_from_another_call_is_another_program_and_a_divergence():
     def step(number: int) -> None:
         clones = torch.full((3,), 0.5).clone(), torch.full((3,), 0.25).clone()
@@ -267,11 +303,12 @@ def test_tensors_that_are_overwritten_are_told_apart_behind_a_detour():
 def test_steps_are_the_same_after_all_calls_were_forgotten(monkeypatch):
     monkeypatch.setattr("det_callbacks.trace.op.call_graph.MAX_BYTES", 100_000)
 
+    functions = (torch.sin, torch.cos, torch.tan, torch.tanh, torch.abs, torch.neg, torch.sqrt)
+
     def step(number: int) -> None:
         part = X.exp()
-        for _ in range(number % 7):
-            part = part.sin()
         for _ in range(20):
+            part = functions[number % 7](part)
             part = part + X[: number % 2 + 2].sum() if number % 5 else part * number
 
     mode = HashMode()

@@ -26,7 +26,6 @@ from det_callbacks import BitwiseEquivalenceMode, EquivalenceError, HashMode, Op
 from det_callbacks.audit import equivalence
 from det_callbacks.audit.equivalence import difference_of, has_same_bits
 from det_callbacks.errors import CoverageWarning
-from det_callbacks.trace.op import fresh_memory
 
 # torch's, of hooks on inputs without gradients
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
@@ -317,101 +316,6 @@ def test_how_odd_outputs_differ(make, num_differing, max_ulps):
     assert has_same_bits(first, first.clone() if isinstance(first, Tensor) else first)
     found = difference_of(first, second)
     assert (found["num_differing"], found["max_ulps"]) == (num_differing, max_ulps)
-
-
-def circular(given):
-    return torch.nn.functional.pad(given.view(1, 4, 4, 4), (1, 1, 1, 1), mode="circular")
-
-
-def half_filled(given):
-    memory = torch.empty(64)
-    memory[:32] = given[:32]
-    return memory.clone()
-
-
-def filled_by_halves(given):
-    memory = torch.empty_like(given)
-    memory[:32], memory[32:] = given[32:], given[:32]
-    return memory.clone()
-
-
-def filled_by_numpy(given):
-    memory = torch.empty(64)
-    memory.numpy()[:] = 3
-    return memory * given
-
-
-def read_where_it_is_filled(given):
-    memory = given.new_empty(64)
-    memory[8:40:2] = given[:16]
-    return memory[8:40:2] * 2 + memory[8:40].view(16, 2)[:, 0]
-
-
-def ignored(given):
-    return torch.baddbmm(torch.empty(1, 8, 8), *[given.view(1, 8, 8)] * 2, beta=0)
-
-
-def of_integers(given):
-    return given[torch.empty(32, dtype=torch.int64).clamp(0, 63)]
-
-
-def filled_in_the_kernel(given):
-    return torch.empty(64).copy_(given).add_(torch.full((64,), 2.0, out=torch.empty(64)))
-
-
-@pytest.mark.parametrize(
-    ("run", "ops"),
-    [
-        (circular, {"aten.copy_.default"}),  # pytorch #176254
-        (half_filled, {"aten.clone.default"}),
-        (of_integers, {"aten.clamp.default"}),
-        (filled_by_halves, set()),
-        (filled_by_numpy, set()),
-        (read_where_it_is_filled, set()),
-        (ignored, set()),
-        (filled_in_the_kernel, set()),
-    ],
-)
-def test_a_read_of_memory_that_nothing_has_written_is_found(run, ops):
-    given = torch.rand(64)
-    with BitwiseEquivalenceMode() as mode:
-        run(given)
-    found = mode.get_mismatches()
-    assert {one.op for one in found} == ops, [*map(str, found)]
-    assert all(one.is_uninitialised and not one.is_transient for one in found)
-    assert all("depend on memory that it reads and that nothing has written" in str(one) for one in found)
-
-
-def test_the_program_finds_in_its_memory_what_it_would_have_found(monkeypatch):
-    held = {}
-
-    def remember(storage):
-        held["words"] = words = as_words(storage)
-        words.copy_(torch.arange(len(words)))
-        return words
-
-    as_words = fresh_memory._words_of
-    with BitwiseEquivalenceMode() as mode:
-        with monkeypatch.context() as patched:
-            patched.setattr(fresh_memory, "_words_of", remember)
-            memory = torch.empty(8, dtype=torch.int64)
-        copied, part = memory.clone(), memory[2:4] + 1
-        memory[0] = 5
-        raised = memory.add_(10)
-        kept = torch.empty(8)
-        kept.view(torch.int64).copy_(torch.arange(4))
-    assert [*map(int, copied)] == [*range(8)]
-    assert [*map(int, part)] == [3, 4]
-    assert [*map(int, raised)] == [15, *range(11, 18)]
-    assert kept.view(torch.int64).tolist() == [0, 1, 2, 3]
-    assert mode.num_compared
-    with BitwiseEquivalenceMode(), monkeypatch.context() as patched:
-        patched.setattr(fresh_memory, "_words_of", remember)
-        memory = torch.empty(4, dtype=torch.int64)
-        patched.undo()
-        memory[1] = 7
-        assert memory.numpy()[3] == fresh_memory._MARK
-    assert memory.tolist() == [0, 7, 2, 3]
 
 
 @library.custom_op("fresh::unwritten", mutates_args=())

@@ -16,10 +16,8 @@ from torch import Tensor
 from torch.testing._comparison import default_tolerances
 
 from det_callbacks.digest import numbers
-from det_callbacks.digest.components import tensor_numbers
-from det_callbacks.verdict import TensorNumbers
+from det_callbacks.digest.components import measure_tensors
 
-LABEL = TensorNumbers(tensor="output 0")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
 ALL = (*FLOATS, *INTEGERS)
@@ -30,15 +28,13 @@ def of_bits(bits: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
 
 
-def place(bits: int, dtype: torch.dtype) -> int:
-    """Return where a number stands, by counting: how many numbers lie between it and zero."""
-    width = 8 * dtype.itemsize
-    sign, magnitude = bits >> (width - 1), bits & ((1 << (width - 1)) - 1)
-    if dtype in FLOATS:
-        return -magnitude if sign else magnitude
-    if not dtype.is_signed:
-        return bits
-    return bits - (1 << width) if sign else bits
+def bytes_of(tensor: Tensor) -> np.ndarray:
+    return np.frombuffer(tensor.contiguous().view(torch.uint8).numpy().tobytes(), dtype=np.uint8)
+
+
+def measured(one: Tensor, other: Tensor, **options: Any) -> numbers.Measure:
+    names = str(one.dtype).removeprefix("torch."), str(other.dtype).removeprefix("torch.")
+    return numbers.measure(bytes_of(one), bytes_of(other), names, **options)
 
 
 @st.composite
@@ -51,40 +47,61 @@ def pairs(draw: st.DrawFn) -> tuple[torch.dtype, list[int], list[int]]:
     return dtype, first, second
 
 
-@settings(max_examples=120, deadline=None)
+def unit(size: float, dtype: torch.dtype) -> float:
+    """Return the distance from a number of a dtype to the next larger one."""
+    info = torch.finfo(dtype)
+    return max(math.ldexp(info.eps, math.frexp(size)[1] - 1), info.smallest_normal * info.eps)
+
+
+@settings(max_examples=150, deadline=None)
 @given(pairs(), st.sampled_from([3, 1 << 20]))
-def test_it_counts_what_a_loop_over_the_elements_counts(case, chunk):
+def test_it_measures_what_a_loop_over_the_elements_finds(case, chunk):
     dtype, first, second = case
     one, other = of_bits(first, dtype), of_bits(second, dtype)
     with mock.patch.object(numbers, "CHUNK_ELEMENTS", chunk):
-        found = tensor_numbers(LABEL, one, other)
-    differing = [index for index, (ours, theirs) in enumerate(zip(first, second, strict=True)) if ours != theirs]
-    assert found.num_differing == len(differing)
-    assert found.first == (None if not differing else (differing[0],))
+        found = measured(one, other)
+    differing = [index for index, (left, right) in enumerate(zip(first, second, strict=True)) if left != right]
+    assert (found.num_elements, found.num_differing) == (len(first), len(differing))
+    assert (found.first or [None])[0] == min(differing, default=None)
     values = [*zip(one.double().tolist(), other.double().tolist(), strict=True)]
-    finite = [index for index in differing if all(map(math.isfinite, values[index]))]
-    nan = [index for index in differing if any(map(math.isnan, values[index]))]
+    finite = [at for at in differing if all(map(math.isfinite, values[at]))]
+    nan = [at for at in differing if any(map(math.isnan, values[at]))]
     assert (found.num_nan, found.num_inf) == (len(nan), len(differing) - len(finite) - len(nan))
-    distance = {index: abs(place(first[index], dtype) - place(second[index], dtype)) for index in finite}
-    assert found.max_ulps == max(distance.values(), default=None)
-    bins = Counter(value.bit_length() for value in distance.values())
-    bins[0] += len(first) - len(differing)
-    assert Counter(dict(enumerate(found.ulps))) == bins
+    apart = {at: abs(values[at][0] - values[at][1]) for at in finite}
     if dtype in INTEGERS:
-        assert found.max_absolute == (float(max(distance.values())) if distance else None)
+        apart = {at: abs(one[at].item() - other[at].item()) for at in finite}
+    whole = [left for left, _ in values if math.isfinite(left)]
+    size = math.sqrt(min(sum(value * value for value in whole), sys.float_info.max) / max(len(first), 1))
+    scales = {at: max(abs(values[at][0]), size) or abs(values[at][1]) for at in finite}
+    ulps: dict[int, float] = {
+        at: apart[at] if dtype in INTEGERS else apart[at] / unit(scales[at], dtype) for at in finite
+    }
+    known = [at for at in finite if math.isfinite(apart[at]) and math.isfinite(ulps[at])]
+    relative = {at: apart[at] / scales[at] if apart[at] else 0 for at in finite}
+    for largest, sizes in ((found.max_ulps, ulps), (found.max_absolute, apart), (found.max_relative, relative)):
+        most = max(sizes.values(), default=math.inf)
+        exactly = math.ceil(most) if sizes is ulps and most < math.inf else pytest.approx(most, rel=1e-9)
+        assert largest == (None if most == math.inf else exactly)
+    bins = Counter(min(math.ceil(ulps[at]).bit_length(), 64) if ulps[at] < math.inf else 64 for at in finite)
+    bins[0] += len(first) - len(differing)
+    assert Counter(dict(enumerate(found.histogram))) == bins
+    both_nan = [at for at in nan if all(map(math.isnan, values[at]))]
+    assert found.num_unknown == len(differing) - len(known) - len(both_nan)
+    if found.num_unknown:
+        assert (found.ulp, found.relative, found.absolute, found.excess) == (None, None, None, math.inf)
+    else:
+        assert (found.ulp, found.absolute) == (found.max_ulps or 0, found.max_absolute or 0)
+        rtol, atol = default_tolerances(dtype)
+        is_within = all(not apart[at] or apart[at] <= atol + rtol * abs(values[at][0]) for at in known)
+        assert (found.excess <= 1 + 1e-12) >= is_within >= (found.excess <= 1 - 1e-12)
+    if found.worst is None:
         return
-    absolute = [abs(values[index][0] - values[index][1]) for index in finite]
-    relative = [apart / abs(values[at][0]) for apart, at in zip(absolute, finite, strict=True) if values[at][0]]
-    for largest, known in ((found.max_absolute, absolute), (found.max_relative, relative)):
-        assert largest == (max(known, default=None) if all(map(math.isfinite, known)) else None)
-    if not differing:
-        return
-    worst = found.worst[0]
-    assert worst in (nan or [index for index in differing if index not in finite] or differing)
-    assert len(finite) < len(differing) or distance[worst] == found.max_ulps
-    for text, side in zip(found.worst_values, (one, other), strict=True):
+    _, worst, texts = found.worst
+    assert worst in (nan or [at for at in differing if at not in finite] or differing)
+    assert len(finite) < len(differing) or ulps[worst] == max(ulps.values())
+    for text, side in zip(texts, (one, other), strict=True):
         again = torch.tensor(float(text), dtype=torch.float64).to(dtype).to(torch.float64)
-        assert math.isnan(float(text)) or float(again) == float(side[worst])
+        assert math.isnan(float(text)) or dtype in INTEGERS or float(again) == float(side[worst])
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in ALL if dtype.itemsize <= 2], ids=str)
@@ -96,18 +113,15 @@ def test_every_number_of_the_narrow_dtypes_is_read_as_torch_reads_it(dtype):
     np.testing.assert_array_equal(found, bits.view(dtype).to(torch.float64).numpy())
 
 
-def test_indices_are_those_of_the_tensor_whatever_its_strides():
+def test_places_are_row_major_whatever_the_strides():
     one = torch.arange(12.0).reshape(3, 4)
     other = one.clone()
     other[2, 1] = 90
     other[1, 3] = torch.nextafter(other[1, 3], torch.tensor(math.inf))
     for left, right in ((one, other), (one.t().contiguous().t(), other), (one, other.t().contiguous().t())):
-        found = tensor_numbers(LABEL, left, right)
-        assert (found.tensor, found.shape, found.dtype) == ("output 0", (3, 4), "float32")
-        assert (found.first, found.worst, found.first_values) == ((1, 3), (2, 1), ("7.0", "7.0000005"))
-        assert (found.max_absolute, found.max_relative, found.ulps[:2]) == (81.0, 9.0, (10, 1))
-    scalar = tensor_numbers(LABEL, torch.tensor(1.0), torch.tensor(2.0))
-    assert (scalar.first, scalar.shape) == ((), ())
+        found = measure_tensors(left, right)
+        assert (found.first, found.worst[1:]) == ((7, ("7.0", "7.0000005")), (9, ("9.0", "90.0")))
+        assert (found.max_absolute, found.max_relative, found.histogram[:2]) == (81.0, 9.0, (10, 1))
 
 
 BYTES = torch.tensor([1, 2], dtype=torch.uint8)
@@ -117,7 +131,7 @@ BYTES = torch.tensor([1, 2], dtype=torch.uint8)
     ("one", "other", "expected"),
     [
         (torch.tensor([1 + 2j]).conj(), torch.tensor([1 - 2j]), (0, None)),
-        (torch.tensor([1 + 2j]), torch.tensor([1 - 2j]), (1, 2 * 0x40000000)),
+        (torch.tensor([1 + 2j]), torch.tensor([1 - 2j]), (1, 2 << 23)),
         (torch._neg_view(torch.ones(2)), -torch.ones(2), (0, None)),
         (torch.ones(2, requires_grad=True), torch.ones(2), (0, None)),
         (torch.arange(12.0).reshape(3, 4)[:1, 1], torch.tensor([2.0]), (1, 1 << 23)),
@@ -126,19 +140,19 @@ BYTES = torch.tensor([1, 2], dtype=torch.uint8)
     ],
 )
 def test_views_and_gradients_and_packed_elements(one, other, expected):
-    found = tensor_numbers(LABEL, one, other)
+    found = measure_tensors(one, other)
     assert (found.num_differing, found.max_ulps) == expected
 
 
 def test_what_float64_does_not_hold_is_neither_equal_nor_given(monkeypatch):
     monkeypatch.setattr(numbers, "CHUNK_ELEMENTS", 3)
-    found = tensor_numbers(LABEL, torch.tensor([2**62]), torch.tensor([2**62 + 1]))
+    found = measure_tensors(torch.tensor([2**62]), torch.tensor([2**62 + 1]))
     assert (found.num_differing, found.max_ulps, found.max_absolute) == (1, 1, 1.0)
-    assert found.first_values == (str(2**62), str(2**62 + 1))
+    assert found.first == (0, (str(2**62), str(2**62 + 1)))
     largest = torch.finfo(torch.float64).max
     one, other = torch.tensor([[largest, 1.0], [-largest, 2.0]], dtype=torch.float64)
     for left, right in ((one, other), (one.flip(0), other.flip(0))):
-        found = tensor_numbers(LABEL, left, right)
+        found = measure_tensors(left, right)
         assert (found.num_differing, found.num_inf) == (2, 0)
         assert (found.max_absolute, found.max_relative) == (None, None)
 
@@ -150,52 +164,7 @@ def test_what_has_no_elements_in_common_is_refused():
         (torch.eye(2).to_sparse(), torch.eye(2).to_sparse()),
     ):
         with pytest.raises(ValueError, match=r"in common|ordinary strided"):
-            tensor_numbers(LABEL, one, other)
-    with pytest.raises(ValueError, match="not two tensors of 3 elements"):
-        numbers.tensor_numbers(TensorNumbers(tensor="x", shape=(3,)), np.zeros(12, np.uint8), np.zeros(8, np.uint8))
-
-
-def bytes_of(tensor: Tensor) -> np.ndarray:
-    return np.frombuffer(tensor.contiguous().view(torch.uint8).numpy().tobytes(), dtype=np.uint8)
-
-
-def measured(one: Tensor, other: Tensor, **options: Any) -> numbers.Measure:
-    names = str(one.dtype).removeprefix("torch."), str(other.dtype).removeprefix("torch.")
-    return numbers.measure(bytes_of(one), bytes_of(other), names, **options)
-
-
-@settings(max_examples=60, deadline=None)
-@given(pairs(), st.sampled_from([3, 1 << 20]))
-def test_a_measure_is_what_a_loop_over_the_elements_finds(case, chunk):
-    dtype, first, second = case
-    one, other = of_bits(first, dtype), of_bits(second, dtype)
-    with mock.patch.object(numbers, "CHUNK_ELEMENTS", chunk):
-        found = measured(one, other)
-    rtol, atol = default_tolerances(dtype)
-    ours, theirs = one.double().tolist(), other.double().tolist()
-    finite = [value for value in ours if math.isfinite(value)]
-    size = math.sqrt(min(sum(value * value for value in finite), sys.float_info.max) / max(len(ours), 1))
-    is_same = [a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(ours, theirs, strict=True)]
-    if dtype in INTEGERS:
-        is_same = [a == b for a, b in zip(one.tolist(), other.tolist(), strict=True)]
-    assert (found.num_elements, found.num_differing) == (len(ours), is_same.count(False))
-    if not all(
-        same or (math.isfinite(a) and math.isfinite(b)) for a, b, same in zip(ours, theirs, is_same, strict=True)
-    ):
-        assert (found.ulp, found.relative, found.absolute, found.excess) == (None, None, None, math.inf)
-        return
-    apart = [0.0 if same else abs(a - b) for a, b, same in zip(ours, theirs, is_same, strict=True)]
-    if dtype in INTEGERS:
-        apart = [float(abs(a - b)) for a, b in zip(one.tolist(), other.tolist(), strict=True)]
-    if found.absolute is None:
-        assert not math.isfinite(sum(apart)) or dtype == torch.float64
-        return
-    assert found.absolute == max(apart, default=0)
-    is_within = all(not gap or gap <= atol + rtol * abs(a) for gap, a in zip(apart, ours, strict=True))
-    assert (found.excess <= 1 + 1e-12) >= is_within >= (found.excess <= 1 - 1e-12)
-    scales = [max(abs(a), size) or abs(b) for a, b in zip(ours, theirs, strict=True)]
-    errors = [gap / scale for gap, scale in zip(apart, scales, strict=True) if gap]
-    assert found.relative == pytest.approx(max(errors, default=0), rel=1e-9)
+            measure_tensors(one, other)
 
 
 def test_an_ulp_is_one_of_the_element_or_of_the_size_of_its_tensor():

@@ -379,9 +379,7 @@ def test_above_the_budget_the_same_even_sample_of_elements_is_kept_with_statisti
     finite = flat[flat.isfinite()].double()
     statistics = of_values.options["statistics"]
     assert (statistics["nan"], statistics["inf"]) == (1, 0)
-    assert statistics["largest"] == finite.abs().max()
-    for name, known in (("sum", finite.sum()), ("squares", finite.square().sum())):
-        assert statistics[name] == pytest.approx(float(known))
+    assert statistics["squares"] == pytest.approx(float(finite.square().sum()))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it compiles

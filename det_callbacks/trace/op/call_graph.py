@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -29,6 +29,8 @@ MAX_TEXT = 4_000_000  # characters of arguments; later ones have a digest only
 
 _BYTES_OF_CALL, _BYTES_OF_ROW, _BYTES_OF_ITEM = 800, 1000, 40  # measured with tracemalloc, rounded up
 
+
+_Member = TypeVar("_Member", "SharedRows", "CallNode")
 
 _NONE: list[Any] = []  # constants or names of a call; shared by most
 
@@ -53,14 +55,29 @@ class SharedRows:
 
 
 @dataclass(slots=True, eq=False)
+class _OncePerStep(Generic[_Member]):
+    """Interchangeable rows or calls, each at most once in a step."""
+
+    members: list[_Member] = field(default_factory=list)
+    last_step: int = 0
+    num_used: int = 0  # leading members used in that step; so a step passes each member once
+
+    def unused(self, step: int) -> _Member | None:
+        """Return the first member that this step has not used yet, or None."""
+        if self.last_step != step:
+            self.last_step, self.num_used = step, 0
+        while self.num_used < len(self.members) and self.members[self.num_used].last_step == step:
+            self.num_used += 1
+        return self.members[self.num_used] if self.num_used < len(self.members) else None
+
+
+@dataclass(slots=True, eq=False)
 class _Alike:
     """The rows of calls that have the same op, place and sites, but read different sites."""
 
     is_named: bool  # whether their rows have names, which distinguish the calls
-    members: list[SharedRows] = field(default_factory=list)
-    readers: dict[int, list[SharedRows]] = field(default_factory=dict)  # by label read
-    last_step: int = 0
-    num_used: int = 0  # leading members used in that step
+    every: _OncePerStep[SharedRows] = field(default_factory=_OncePerStep)
+    readers: dict[int, _OncePerStep[SharedRows]] = field(default_factory=dict)  # by label read
 
     def unused(self, step: int, phase: str, reads: Sequence[int]) -> SharedRows | None:
         """Return rows for a new call that this step has not used yet, or None if the caller has to make them.
@@ -69,16 +86,9 @@ class _Alike:
         parameter and needs new rows; any other call takes the first unused rows.
         """
         for label in reads:
-            for rows in self.readers.get(label, ()):
-                if rows.last_step != step:
-                    return rows
-        if phase == "optimizer" and not self.is_named:
-            return None
-        if self.last_step != step:
-            self.last_step, self.num_used = step, 0
-        while self.num_used < len(self.members) and self.members[self.num_used].last_step == step:
-            self.num_used += 1
-        return self.members[self.num_used] if self.num_used < len(self.members) else None
+            if label in self.readers and (rows := self.readers[label].unused(step)) is not None:
+                return rows
+        return None if phase == "optimizer" and not self.is_named else self.every.unused(step)
 
 
 class Call(NamedTuple):
@@ -129,7 +139,11 @@ class CallNode:
     running_modules: tuple[str, ...] = ()
     scopes: dict[object, OpScope] | None = None
     likely: "CallNode | None" = None  # the call that came next the last time; no earlier one is remembered
-    next_equal_hash: "CallNode | None" = None  # an older call with the same hash
+
+    @property
+    def last_step(self) -> int:
+        """The last step that contained the call, or an equal one."""
+        return self.shared.last_step
 
     @property
     def alike_key(self) -> Hashable:
@@ -165,6 +179,18 @@ class CallNode:
             and self.num_outputs == num_outputs
             and self.keywords == keywords
         )
+
+    def takes(self, consts: list[Any]) -> bool:
+        """Return whether these arguments equal the node's, apart from numbers."""
+        if len(self.consts) != len(consts):
+            return False
+        for index, (known, value) in enumerate(zip(self.consts, consts, strict=True)):
+            is_same = known.__class__ is value.__class__ and known == value
+            if is_same and self.exact_repr is not None:
+                is_same = repr(known) == repr(value)
+            if not (is_number(value) if index in self.number_indices else is_same):
+                return False
+        return True
 
 
 NOWHERE = OpScope(module="")
@@ -220,13 +246,14 @@ class CallGraph:
         self.num_nodes = 0
         self.num_bytes = 0
         self._num_labels = 0
-        self._calls: dict[int, CallNode] = {}  # hash of op, place, reads and names -> newest call
+        # hash of op, place, reads and names -> calls, those that differ only in numbers together
+        self._calls: dict[int, list[_OncePerStep[CallNode]]] = {}
         self._site_rows: dict[Site, SiteRow] = {}
         self._alike: dict[Hashable, _Alike] = {}  # by op, place and rows
         self._programs: OrderedDict[tuple[CallNode, ...], Program] = OrderedDict()
         self._has_strayed = True  # whether a call since the last program was not the likely one
         self._last: tuple[CallNode, Program] | None = None  # the last program and its last call
-        self._root = _root()
+        self._root = CallNode(None, None, "", NOWHERE, [], [], [], 0)
 
     def labels_of(
         self, positions: Sequence[int | None], first_site: int, edges: Sequence[Sequence[int]] = ()
@@ -292,22 +319,30 @@ class CallGraph:
         """
         func, phase, scope, consts, read_labels, names, num_outputs, keywords = call
         hash_key = hash((func, phase, scope, tuple(read_labels), tuple(names)))
-        node = newest = self._calls.get(hash_key)
-        lines = None if source is None or read_labels or scope.recomputed or node is None else source()
-        while node is not None and not (
-            node.shared.last_step != self.step_number
-            and node.is_call(func, phase, scope, read_labels, names, num_outputs, keywords)
-            and (lines is None or node.source == lines)
-            and self.take_numbers(node, consts)
-        ):
-            node = node.next_equal_hash
+        known = self._calls.setdefault(hash_key, [])
+        lines = None if source is None or read_labels or scope.recomputed or not known else source()
+        for equal in known:
+            first = equal.members[0]
+            if (
+                first.is_call(func, phase, scope, read_labels, names, num_outputs, keywords)
+                and (lines is None or first.source == lines)
+                and first.takes(consts)
+            ):
+                break
+        else:
+            equal = _OncePerStep()
+        node = equal.unused(self.step_number)
         if node is None:
             node = CallNode(self.at, *call)
-            node.names, node.read_positions, node.next_equal_hash = names or _NONE, positions, newest
+            node.names, node.read_positions = names or _NONE, positions
             build(node)
             node.read_positions = ()
             self._give_rows(node)
-            self._calls[hash_key] = node
+            if not equal.members:
+                known.append(equal)
+            equal.members.append(node)
+        else:
+            self.take_numbers(node, consts)
         self.at.likely = node
         self._has_strayed = True
         return self._advance(node)
@@ -354,11 +389,9 @@ class CallGraph:
         if shared is None:
             shared = SharedRows(rows=rows, labels=range(self._num_labels, self._num_labels + len(rows)))
             self._num_labels += len(rows)
-            alike.members.append(shared)
+            alike.every.members.append(shared)
         for label in read_labels if not alike.is_named else ():
-            readers = alike.readers.setdefault(label, [])
-            if shared not in readers:
-                readers.append(shared)
+            alike.readers.setdefault(label, _OncePerStep()).members.append(shared)
         return shared
 
     def _row_of(self, site: Site) -> SiteRow:
@@ -375,12 +408,8 @@ class CallGraph:
         """
         if node.consts == consts and (node.exact_repr is None or node.exact_repr == repr(consts)):
             return True
-        if not node.number_indices or len(node.consts) != len(consts):
+        if not node.number_indices or not node.takes(consts):
             return False
-        for index, (known, value) in enumerate(zip(node.consts, consts, strict=True)):
-            is_same = known.__class__ is value.__class__ and known == value
-            if not (is_number(value) if index in node.number_indices else is_same):
-                return False
         self.set_numbers(node, consts)
         return True
 
@@ -448,10 +477,6 @@ class CallGraph:
         read = np.array([positions[label] for call in calls for label in call.edge_labels], dtype=np.int32)
         # ascending within each row
         return num_read, read[np.lexsort((read, np.repeat(np.arange(len(num_read)), num_read)))]
-
-
-def _root() -> CallNode:
-    return CallNode(None, None, "", NOWHERE, [], [], [], 0)
 
 
 def rowwise(edges: Iterable[Sequence[int]]) -> list[int | None]:

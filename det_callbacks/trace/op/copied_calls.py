@@ -17,7 +17,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 
 
-def copied_call(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], *, with_read: bool = False) -> Call:
+def copied_call(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """Return the arguments of a call, those that it writes replaced by copies.
 
     Copies the storage of every written argument, and rebuilds each tensor argument on the copy, so arguments that
@@ -32,8 +32,7 @@ def copied_call(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
     tensors = {id(tensor): tensor for tensor in tensors_in((*args, *kwargs.values()))}
     if not all(map(holds_data, written)) or any(map(is_special, (*tensors.values(), *written))):
         raise TypeError("its tensors are not strided, or have no data")
-    copied = tensors.values() if with_read else written
-    addresses = {storage_address(tensor.untyped_storage()) for tensor in copied}
+    addresses = {storage_address(tensor.untyped_storage()) for tensor in written}
     on_storage: dict[int, list[Tensor]] = {}
     for tensor in tensors.values():
         if (address := storage_address(tensor.untyped_storage())) in addresses:

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from det_callbacks.digest.components import INTEGERS, digest_tensor, require_storage, tensor_numbers
+from det_callbacks.digest.components import INTEGERS, digest_tensor, measure_tensors, require_storage
+from det_callbacks.digest.numbers import Measure
 from det_callbacks.internals.torch import is_zero_tensor
 from det_callbacks.runs.program import scalar_bits
 from det_callbacks.trace.op.components import has_parts
-from det_callbacks.verdict import TensorNumbers
 
 
 def has_same_bits(first: Any, second: Any) -> bool:
@@ -33,11 +33,11 @@ def difference_of(first: Any, second: Any) -> dict[str, Any]:
         name = type(first).__name__
         return {"shape": (), "dtype": name, "num_elements": 1, "num_differing": 1, "max_ulps": None}
     dtype = str(first.dtype).removeprefix("torch.")
-    found = TensorNumbers(tensor="", shape=(first.numel(),), num_differing=first.numel())
+    found = Measure(num_elements=first.numel(), num_differing=first.numel())
     is_plain = isinstance(second, Tensor) and not is_special(first) and not is_special(second)
     if is_plain and first.shape == second.shape and first.dtype == second.dtype:
-        found = tensor_numbers(found, first, second)
-    counts = {"num_elements": found.num_elements, "num_differing": found.num_differing, "max_ulps": found.max_ulps}
+        found = measure_tensors(first, second)
+    counts = {name: getattr(found, name) for name in ("num_elements", "num_differing", "max_ulps")}
     return {"shape": _sizes(first), "dtype": dtype, **counts}
 
 
