@@ -7,14 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from det_callbacks.causes import data, generators, ops, programs, settings, states
-from det_callbacks.causes.data import batch_lines
-from det_callbacks.causes.generators import show_change, show_idle
 from det_callbacks.causes.graph import Explanation, Graph, Node, Walk
-from det_callbacks.causes.sentences import both_values, explain_first
-from det_callbacks.causes.states import initial_sources, random_initial
+from det_callbacks.causes.sentences import explain_first
 from det_callbacks.compare.metrics import MetricDifference
 from det_callbacks.runs.program import UNWRITTEN, Site
-from det_callbacks.text import at_most, count
 from det_callbacks.verdict import Divergence, TrailEntry, TrailKind
 
 MAX_NODES = 12  # more than any walk has; it could only be longer by a cycle
@@ -280,29 +276,3 @@ CAUSES: Mapping[TrailKind, Sequence[Rule]] = {
     "outside": (states.unrecorded_steps, states.external_write, _of_source, *_OF_ROWS),
 }
 """What a root means, by its kind."""
-
-
-MAX_LINES = 20  # of evidence
-
-
-def evidence_lines(graph: Graph) -> tuple[str, ...]:
-    """Return the evidence in chronological order: weights, data, generators, settings."""
-    lines = list[str]()
-    if graph.evidence.unread:
-        lines.append(f"the evidence of generators and data cannot be used: {graph.evidence.unread}")
-    if graph.is_first_seen and graph.num_initial:
-        lines.append(f"initial state: {_of_initial_state(graph)}")
-    lines += batch_lines(graph)
-    lines += [show_change(one, graph.evidence) for one in graph.evidence.generators]
-    lines += [show_idle(one) for one in graph.evidence.idle]
-    lines += [f"setting: {both_values([entry])}" for entry in graph.choices]
-    return tuple(at_most(MAX_LINES, lines))
-
-
-def _of_initial_state(graph: Graph) -> str:
-    names = [name for name in initial_sources(graph) if name not in graph.further]
-    if not names:
-        return f"{count(graph.num_initial, 'tensor')}, all equal"
-    text = f"{len(names)} of {graph.num_initial} tensors differ"
-    is_all_random = {*names} == random_initial(graph) and len(names) < graph.num_initial
-    return f"{text}, all that are not constant" if is_all_random else text

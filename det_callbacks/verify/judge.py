@@ -7,9 +7,10 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from det_callbacks.causes.evidence import evidence_lines
 from det_callbacks.causes.graph import Graph
 from det_callbacks.causes.sentences import explained_by
-from det_callbacks.causes.table import evidence_lines, find_cause, find_walk, trail_of, trail_of_metric
+from det_callbacks.causes.table import find_cause, find_walk, trail_of, trail_of_metric
 from det_callbacks.compare.collectives import Classification, FirstDifference, classify
 from det_callbacks.compare.evidence import Evidence, find_evidence
 from det_callbacks.compare.metrics import MetricComparison, MetricDifference

@@ -159,6 +159,19 @@ EXAMPLES: Mapping[str, Callable[[Path], Verdict]] = {
 }
 
 
+TRAILS = """
+    setting: setting? op | optimizer option: option? state | initial state: setting? state
+    restored state: checkpoint? state | unrecorded steps: outside state | uninitialised memory: unwritten op
+    external write: outside state | another epoch: boundary batch
+    drawn before data: boundary generator? indices loaded batch | batch: outside? loaded batch
+    generator: boundary generator generator | drawn in one run: op | another length: op | recomputation: generator
+    compiled in one run: region | collective in one run: collective | compiled graph: region | scripted module: op
+    another order: op | other gradients: outside gradient | outside input: outside
+    structure: op | first difference: op
+"""
+"""The kinds of each example's trail, the root first; those that may have been read with a question mark."""
+
+
 def test_every_rule_has_an_example():
     assert [*EXAMPLES] == [*map(name_of, RULES)]
 
@@ -168,6 +181,8 @@ def test_the_example_of_a_rule_is_what_a_verdict_says(rule, tmp_path):
     verdict = EXAMPLES[name_of(rule)](tmp_path)
     assert "\n".join(textwrap.wrap(verdict.explanation, 92, break_on_hyphens=False)) == example(rule)
     assert verdict.cause in causes_of(rule)
+    trails = dict(part.strip().split(": ") for line in TRAILS.strip().splitlines() for part in line.split(" | "))
+    assert " ".join(f"{one.kind}{'' if one.proven else '?'}" for one in verdict.trail) == trails.pop(name_of(rule))
     require_fields_of_its_cause(verdict)
 
 
