@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from det_callbacks.runs.disk import AppendedFile
 from det_callbacks.runs.files import MAX_BYTES, READ_ERRORS, damaged, opened, seal, unseal
 from det_callbacks.runs.store import Run
 
@@ -86,9 +85,8 @@ def metrics_path(stream: Path) -> Path:
     return stream.with_name(f"{stream.name.removesuffix('.arrows')}.metrics.jsonl")
 
 
-def append_reading(path: Path, reading: Reading, *, run_id: str) -> None:
-    with AppendedFile(path, is_new=False) as file:
-        file.write(seal(reading, run_id=run_id) + b"\n")
+def line_of(reading: Reading, *, run_id: str) -> bytes:
+    return seal(reading, run_id=run_id) + b"\n"
 
 
 def read_metrics(run: Run, segment: int) -> Readings:

@@ -3,7 +3,7 @@
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from det_callbacks.runs.evidence import EvidenceRow, EvidenceWriter, Nondetermin
 from det_callbacks.runs.files import MANIFEST, REPLACEMENT, read_file
 from det_callbacks.runs.lock import FolderLock
 from det_callbacks.runs.manifest import Attempt, Manifest, Purpose, ResumedFit, read_manifest, write_manifest
-from det_callbacks.runs.metrics import Reading, append_reading, metrics_path
+from det_callbacks.runs.metrics import Reading, line_of, metrics_path
 from det_callbacks.runs.peers import ALONE, Peers
 from det_callbacks.runs.place import make_room, remove_run
 from det_callbacks.runs.program import Layout, Program, chain_digest
@@ -61,6 +61,8 @@ class RunWriter:
         self._chain: int | None = 0 if not attempt else None
         self._file: AppendedFile | None = None
         self._evidence: EvidenceWriter | None = None
+        self._metrics: AppendedFile | None = None
+        self._num_uncounted = 0  # readings of metrics that run.json does not count yet
         self._values: dict[int, str] = {}
         self.earlier: Run | None = None  # the run before this attempt
         self._earlier = b""  # run.json of the run that it waits to replace
@@ -202,16 +204,27 @@ class RunWriter:
             self._evidence.flush()
 
     def put_reading(self, reading: Reading) -> None:
-        """Add what the module logged, during or after the fit, and count it in run.json; for rank 0."""
+        """Add what the module logged, during or after the fit; run.json counts it when the fit ends. For rank 0."""
         was_held = self._is_held
         self._take_lock()
-        append_reading(metrics_path(self.stream), reading, run_id=self.manifest.run_id)
-        last = self.manifest.attempts[-1]
-        known = (*last.readings, *[0] * (last.segments - len(last.readings)))
-        self._change_attempt(readings=(*known[:-1], known[-1] + 1))
-        self._write_manifest()
+        if self._metrics is None:
+            self._metrics = AppendedFile(metrics_path(self.stream), is_new=False)
+        self._metrics.write(line_of(reading, run_id=self.manifest.run_id))
+        self._num_uncounted += 1
+        if self._file is None:
+            self._count_readings()
+            self._write_manifest()
         if not was_held:
             self.release()
+
+    def _count_readings(self) -> None:
+        """Close the file of metrics, and count its new readings in the manifest."""
+        file, self._metrics = self._metrics, None
+        with file or nullcontext():
+            last = self.manifest.attempts[-1]
+            known = (*last.readings, *[0] * (last.segments - len(last.readings)))
+            self._change_attempt(readings=(*known[:-1], known[-1] + self._num_uncounted))
+            self._num_uncounted = 0
 
     def put_nondeterministic_ops(self, ops: Sequence[NondeterministicOp]) -> None:
         """Write the ops without a deterministic implementation that this process has called so far."""
@@ -247,6 +260,8 @@ class RunWriter:
     def start_segment(self) -> None:
         self._retake_lock()
         finished = self._file
+        if self._num_uncounted:
+            self._count_readings()
         self.segment += 1
         self._last_step = -1
         self._chain = 0
@@ -314,6 +329,9 @@ class RunWriter:
 
     def _close_files(self, *, complete: bool) -> None:
         finished, self._file = self._file, None
+        if self._num_uncounted:  # before the stream is complete
+            self._count_readings()
+            self._write_manifest()
         self._end(finished, complete=complete)
 
     def _wait(self) -> bool:

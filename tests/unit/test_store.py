@@ -1,7 +1,9 @@
+import os
 import re
 import resource
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -19,8 +21,10 @@ from det_callbacks.errors import (
     WriteError,
 )
 from det_callbacks.ranks.group import RankGroup
+from det_callbacks.runs import disk
 from det_callbacks.runs import writer as writer_module
 from det_callbacks.runs.files import stream_path
+from det_callbacks.runs.metrics import Reading, read_metrics
 from det_callbacks.runs.program import chain_digest
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.writer import RunWriter
@@ -237,3 +241,26 @@ def test_a_node_that_does_not_share_the_folder_is_refused(tmp_path):
         create(tmp_path / "run", peers=Follower(1, 2))
     assert caught.value.rank == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_metrics_open_one_file_and_sync_nothing_until_the_fit_ends(tmp_path, monkeypatch):
+    writer = append(create(tmp_path / "run"), range(2))
+    opened, synced = list[Path](), list[int]()
+    open_to_write = disk.open_to_write
+
+    def count(path: Path, *rest: Any, **options: Any) -> Any:
+        opened.append(path)
+        return open_to_write(path, *rest, **options)
+
+    monkeypatch.setattr(disk, "open_to_write", count)
+    monkeypatch.setattr(os, "fsync", synced.append)
+    for step in range(20):
+        writer.put_reading(Reading(where="log", number=step, step=step, epoch=0, metrics={}))
+    assert (len(opened), synced) == (1, [])
+    writer.close(complete=True)
+    run = Run.open(tmp_path / "run")
+    assert run.manifest.attempts[-1].readings == (20,)
+    assert len(read_metrics(run, 0).by_key) == 20
+    opened[0].write_bytes(opened[0].read_bytes().rpartition(b"{")[0])
+    with pytest.raises(ReferenceFormatError, match="has 20 readings, but the file has 19"):
+        read_metrics(run, 0)
