@@ -50,6 +50,8 @@ TrailKind = Literal[
     "metric",
 ]
 
+Restored = Literal["restored", "differs", "missing"]
+
 EXIT_CODES: Mapping[str, int] = {"match": 0, "diverged": 1, "not_comparable": 3}
 
 
@@ -372,6 +374,26 @@ class Numerics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """Where the current run continued the reference, and what it restored.
+
+    Attributes:
+        step: its first step, counted from 0.
+        how: "given" by the program, or "found": the run began with parameters that the step before had left.
+        restored: for parameters, buffers, optimizer (its state), data (the batch of the step) and each of the
+            generators: "restored" if it is the reference's, "differs" or "missing"; only what was recorded.
+
+    Examples:
+        >>> compare_runs("refs/run1", "verified").resume
+        Resume(step=400, how='found', restored={'parameters': 'restored', 'optimizer': 'missing', 'data': 'differs'})
+    """
+
+    step: int
+    how: Literal["given", "found"]
+    restored: Mapping[str, Restored | Mapping[str, Restored]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """Match, diverged or not comparable, with the evidence.
 
@@ -384,6 +406,7 @@ class Verdict:
         cause: a word from docs/reference/causes.md; None for a match.
         explanation: what differs and what to do, in one sentence.
         trail: what led to the first divergence, the cause first; it ends where the record ends.
+        resume: where the current run continued the reference, if it was verified and resumed.
         evidence: what led to the cause, a line each, in the order of time.
         record_next: the arguments of ``DeterminismCallback`` that record what the verdict lacks, or None.
         counts: how much was compared.
@@ -408,6 +431,7 @@ class Verdict:
     cause: Cause | None
     explanation: str
     trail: tuple[TrailEntry, ...] = ()
+    resume: Resume | None = None
     evidence: tuple[str, ...] = ()
     record_next: Mapping[str, Any] | None = None
     counts: Counts

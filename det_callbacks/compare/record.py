@@ -82,7 +82,9 @@ class FitRecord:
     num_stored: int = 0  # that differ or are extra
     is_resumed: bool = False  # no step before its first one is missing
     metrics_since: int | None = None  # before which a resumed fit logged nothing
-    unrestored: tuple[str, ...] = ()  # state that a checkpoint restored with different bits
+    was_found: bool = False  # whether its state told where it was resumed
+    unrestored: tuple[str, ...] = ()  # state that a checkpoint restored with different bits, or not at all
+    lacking: tuple[str, ...] = ()  # the latter
 
     def missing(self, known: Iterable[int]) -> set[int]:
         """Return the reference's steps that the fit lacks."""

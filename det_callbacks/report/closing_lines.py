@@ -101,8 +101,11 @@ def verified_line(verdict: Verdict, *, level: str, report: Path | None = None) -
     number = verdict.counts.sites_differing
     differing = f", {count(number, 'site')} differing" if verdict.counts.sites_compared else f", {number} differing"
     shown = "" if report is None else f"; report: {report}"
+    resumed = ""
+    if verdict.resume is not None and verdict.resume.how == "found":
+        resumed = f" from step {verdict.resume.step} on, where it resumed (by its state)"
     return (
-        f"det_callbacks: {verdict.verdict}: verified {_compared(verdict, level)}{differing * bool(number)}"
+        f"det_callbacks: {verdict.verdict}: verified {_compared(verdict, level)}{resumed}{differing * bool(number)}"
         f"{_replayed(verdict.coverage.replayed, 'replayed')}, against {verdict.reference}"
         f" (verdict{' and diverging steps' * (verdict.verdict != 'match')}: {verdict.current}{shown})"
     )

@@ -13,7 +13,15 @@ from det_callbacks.report.numerics import numerics_report
 from det_callbacks.report.run import findings_report, ops_text, output_text
 from det_callbacks.runs.store import Run
 from det_callbacks.text import count, listed
-from det_callbacks.verdict import MAX_ORIGINS, Divergence, EnvironmentDifference, TensorNumbers, TrailEntry, Verdict
+from det_callbacks.verdict import (
+    MAX_ORIGINS,
+    Divergence,
+    EnvironmentDifference,
+    Resume,
+    TensorNumbers,
+    TrailEntry,
+    Verdict,
+)
 
 PRINTED_ORIGINS = 20
 
@@ -98,7 +106,32 @@ def head_report(verdict: Verdict) -> list[Section]:
     report = [head, Section(facts=[(name, fact) for name, fact in named if fact is not None])]
     if len(verdict.trail) > 1:  # else it says no more than the first divergence
         report.append(Section(title="Trail (the cause first)", table=trail_table(verdict.trail)))
+    if verdict.resume is not None:
+        title = f"Resumed at step {verdict.resume.step} ({verdict.resume.how})"
+        report.append(Section(title=title, table=resume_table(verdict.resume)))
     return [*report, Section(title="Evidence", items=verdict.evidence)] if verdict.evidence else report
+
+
+_RESTORED_BY = {
+    "parameters": "model.load_state_dict",
+    "buffers": "model.load_state_dict; a buffer with persistent=False is in no checkpoint",
+    "optimizer": "optimizer.load_state_dict, after the model is on its device",
+    "data": 'the position in the data: a stateful loader, or skip what was trained; resume="exact" in Lightning',
+}
+_OF_GENERATORS = 'the generator\'s state, before the first batch is drawn; resume="exact" in Lightning'
+
+
+def resume_table(resume: Resume) -> Table:
+    """Return a row for each part of the state, what was not restored first."""
+    rows: list[tuple[str, str, str]] = []
+    for name, state in resume.restored.items():
+        if isinstance(state, str):
+            rows.append((name, state, _RESTORED_BY[name]))
+        else:
+            rows += [(f"generator {generator}", one, _OF_GENERATORS) for generator, one in state.items()]
+    rows.sort(key=lambda row: row[1] == "restored")
+    shown = [(name, state, "" if state == "restored" else todo) for name, state, todo in rows]
+    return Table(columns=("what", "state", "what restores it"), rows=shown)
 
 
 def trail_table(trail: Sequence[TrailEntry]) -> Table:

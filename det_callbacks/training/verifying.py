@@ -7,9 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from typing_extensions import override
 
 from det_callbacks.compare.record import REPORT_FILE
+from det_callbacks.digest.components import digest_tensors
+from det_callbacks.digest.unobserved import hidden
 from det_callbacks.errors import (
     DivergenceError,
     DivergenceWarning,
@@ -31,6 +34,8 @@ from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.runs.store import Run
 from det_callbacks.text import count
+from det_callbacks.trace.op.components import holds_data
+from det_callbacks.trace.state.leaves import flatten
 from det_callbacks.training.fits import stop_waiting, wait
 from det_callbacks.training.session import FIT, TracedSession
 from det_callbacks.verdict import Verdict
@@ -91,6 +96,24 @@ class Verifying(TracedSession):
         if self.keeper is not None:
             self.run.keep_tensors = self.keeper.write
         self.run.begin_fit(segment, is_resumed=is_resumed, is_every_step=self.arguments.selection.is_every_step)
+
+    @override
+    @hidden
+    def find_resumed(self, batch: Any) -> int | None:
+        if not self.arguments.selection.is_every_step:
+            return None
+        leaves = flatten(batch, "batch", is_whole=True)
+        given = [(name, value) for name, value in leaves if isinstance(value, Tensor) and holds_data(value)]
+        digests = digest_tensors([value for _, value in given])
+        named = dict(zip((name for name, _ in given), digests, strict=True))
+        find = partial(self.run.find_resumed, self._hash_mode.digest_state(), named)
+        steps = self.peers.gather(find, task="finding the step that it resumes from")
+        step = steps[self.peers.rank]
+        if step is None or {*steps} != {step}:
+            return None
+        self.is_resumed, self._is_first = True, False
+        self._evidence.begin("batch start", self.run.idle_generators(step))
+        return int(step)
 
     @override
     def _add(self, trace: StepTrace, *, step: int, epoch: int) -> bool:

@@ -20,6 +20,7 @@ from det_callbacks.compare.numbers import next_recording, with_numbers
 from det_callbacks.compare.numerics import compare_numerics
 from det_callbacks.compare.ranks import RankFindings, RankWalk, WholeSteps
 from det_callbacks.compare.record import TOGETHER, Tally, read_records
+from det_callbacks.compare.resume import resume_of
 from det_callbacks.compare.rounding import Rounding
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.errors import NothingComparedError, ReferenceFormatError, SelectionError
@@ -50,6 +51,7 @@ from det_callbacks.verdict import (
     Divergence,
     EnvironmentDifference,
     Finding,
+    Resume,
     TrailEntry,
     Verdict,
     VerdictName,
@@ -343,8 +345,15 @@ class _Judge:
             # the evidence names the generators that may be the cause
             environment=self.environment if verdict == "match" else tuple(without_starts(self.environment)),
             trail=answer.trail,
+            resume=self._resume,
             evidence=answer.evidence,
         )
+
+    @property
+    def _resume(self) -> Resume | None:
+        record, runs = self.walk.records.get(0), (self.walk.reference, self.walk.current)
+        found = (resume_of(*runs, fit) for fit in (() if record is None else record.fits))
+        return next((known for known in found if known is not None), None)
 
     @property
     def _unrecorded(self) -> tuple[str, ...]:

@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from det_callbacks.compare.differences import num_leading_sites
 from det_callbacks.compare.evidence import from_batch_start
 from det_callbacks.compare.metrics import MetricComparison
 from det_callbacks.compare.record import (
@@ -26,6 +25,7 @@ from det_callbacks.compare.record import (
     record_path,
     write_record,
 )
+from det_callbacks.compare.resume import find_resumed_step, state_at_end
 from det_callbacks.compare.step import StepCounter, compare_steps
 from det_callbacks.errors import NotComparableError, RankError, SelectionError
 from det_callbacks.runs.disk import replace_atomically, writing
@@ -213,24 +213,26 @@ class Verification:
             return None
         return self._ranks.chain(self.segment, step)
 
-    def compare_state(self, step: int, digest_state: Callable[[], Mapping[str, int]]) -> None:
-        """Note state that a checkpoint did not restore as the reference's previous step had left it.
+    def find_resumed(self, state: Mapping[str, int], batch: Mapping[str, int]) -> int | None:
+        """Return the step from which a run continues the reference, by the state with which it begins, and note it."""
+        if not self._known:
+            return None
+        step = find_resumed_step(self.reference, self.rank, self.segment, state, batch)
+        if step is not None:
+            self.fit.is_resumed = self.fit.was_found = self.is_resuming = True
+        return step
 
-        Below a full recording, only this tells such state from a step that computed something else.
-        """
-        selection = self.reference.manifest.selection
-        if (selection.level, selection.modules) == ("op", ("*",)) or step - 1 not in self._known:
+    def compare_state(self, step: int, digest_state: Callable[[], Mapping[str, int]]) -> None:
+        """Note state that a checkpoint did not restore as the reference's previous step had left it."""
+        if step - 1 not in self._known:
             return
         previous, current_state = self.reference.view(self.rank, self.segment, step - 1), digest_state()
-        first = num_leading_sites(previous.program)
-        sites = zip(previous.program.sites[first:], previous.record.digests[first:].tolist(), strict=True)
-        state = [(site, bits) for site, bits in sites if site.phase == "state" and site.role == "named"]
-        reference_state = {site.name: bits for site, bits in state}
-        reference_of = {str(site.name): site.of for site, _ in state}
+        sites = [(site, int(previous.record.digests[at])) for at, site in state_at_end(previous.program)]
+        reference_state = {site.name: bits for site, bits in sites}
         changed = [name for name, bits in current_state.items() if reference_state.get(name) != bits]
         # the step also recorded what training_step returned
-        others = (name for name, of in reference_of.items() if name not in current_state and of in current_state)
-        self.fit.unrestored = (*changed, *others)
+        lacking = [str(site.name) for site, _ in sites if site.name not in current_state and site.of in current_state]
+        self.fit.unrestored, self.fit.lacking = (*changed, *lacking), tuple(lacking)
 
     def idle_generators(self, step: int) -> frozenset[str] | None:
         """Return the generators that the reference had not drawn from by the last recorded step before this."""

@@ -60,7 +60,7 @@ class ModuleStack:
         self._modules: list[nn.Module] = []
         self._at_next: Callable[[], None] | None = None
         self._key: int | None = None
-        self._hooks = (self._enter, self._leave)
+        self._hooks = (self.enter, self._leave)
         self._has_refreshed = False
         self._filters: list[Any] = []
 
@@ -141,7 +141,8 @@ class ModuleStack:
         self.current, self.backward_pass, self.is_recomputed = innermost
 
     @runs_uncompiled  # in a compiled hook, is_compiling() would be True forever
-    def _enter(self, module: nn.Module, _args: tuple[Any, ...]) -> None:
+    def enter(self, module: nn.Module, _args: tuple[Any, ...]) -> None:
+        """Note that a module is called: as a hook, or for a call that began before the hooks were there."""
         if torch.compiler.is_compiling():
             return
         if self.is_elsewhere():

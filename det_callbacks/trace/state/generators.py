@@ -43,7 +43,7 @@ class GeneratorReader:
         """Treat these generators, or all, as idle from now on; return the digests of their states."""
         self.has_begun = True
         states = {name: state_bytes(held) for name, held in process_generators() if idle is None or name in idle}
-        self._last.update((name, (state, IDLE)) for name, state in states.items())
+        self._last = {name: (state, IDLE) for name, state in states.items()}
         return {name: digest_bytes(state) for name, state in states.items()}
 
     def read(self, name: str, generator: Any) -> int:
