@@ -126,13 +126,6 @@ memory_address: Callable[[Tensor], Any] = TORCH.needed(
 is_zero_tensor: Callable[[Tensor], bool] = TORCH.needed(
     "torch._is_zerotensor", "whether a tensor represents zeros, without memory"
 )
-set_conjugate: Callable[[Tensor, bool], None] = TORCH.needed(
-    "torch._C._set_conj", "copies the conjugate bit of a tensor"
-)
-set_negative: Callable[[Tensor, bool], None] = TORCH.needed(
-    "torch._C._set_neg",
-    "copies the negative bit of a tensor",
-)
 
 # Kinds of tensors.
 

@@ -29,7 +29,7 @@ _RESERVED_MIB = 64
 """Disk space to leave free when a run begins: its digests need room too."""
 
 STATISTICS = ("squares", "nan", "inf")
-"""Sums of squares and of values (finite elements), counts of NaNs and infinities, largest finite magnitude."""
+"""Sum of the squares of finite elements, counts of NaNs and infinities."""
 _CHUNK_ELEMENTS = 1 << 22
 
 _INTEGERS = INTEGERS | {16: torch.complex128}

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from det_callbacks.internals.torch import memory_address, set_conjugate, set_negative, storage_address
+from det_callbacks.internals.torch import memory_address, storage_address
 from det_callbacks.trace.op.components import holds_data
 from det_callbacks.trace.op.same_bits import is_special
 from det_callbacks.trace.tables.overloads import OPAQUE_WRITES, OpPlan, tensors_in, written_arguments
@@ -24,13 +24,15 @@ def copied_call(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     share bytes still do.
 
     Raises:
-        TypeError: a tensor is sparse, quantised or nested, has no data, or is in memory that torch did not align, where
-            kernels may sum in a different order.
+        TypeError: a tensor is sparse, quantised, nested or a negative view, has no data, or is in
+            memory that torch did not align, where kernels may sum in a different order.
     """
     scratch = (plan.argument(name, args, kwargs) for name in OPAQUE_WRITES.get(plan.base, ()))
     written = [*written_arguments(plan, args, kwargs), *(value for value in scratch if isinstance(value, Tensor))]
     tensors = {id(tensor): tensor for tensor in tensors_in((*args, *kwargs.values()))}
-    if not all(map(holds_data, written)) or any(map(is_special, (*tensors.values(), *written))):
+    if not all(map(holds_data, written)) or any(
+        one.is_neg() or is_special(one) for one in (*tensors.values(), *written)
+    ):
         raise TypeError("its tensors are not strided, or have no data")
     addresses = {storage_address(tensor.untyped_storage()) for tensor in written}
     on_storage: dict[int, list[Tensor]] = {}
@@ -55,6 +57,4 @@ def copied_call(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _rebuilt(tensor: Tensor, storage: UntypedStorage) -> Tensor:
     copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-    set_conjugate(copy, tensor.is_conj())
-    set_negative(copy, tensor.is_neg())
-    return copy.requires_grad_(tensor.requires_grad)
+    return (copy.conj() if tensor.is_conj() else copy).requires_grad_(tensor.requires_grad)
