@@ -63,8 +63,10 @@ def batch_reads(graph: Graph, node: Node) -> Iterator[Node]:
         yield end
     elif batch.is_loaded_alike:
         yield _outside(node, "code that changes the batch", "between the loader and the step")
-    elif batch.indices is not None or batch.settings:
-        yield Node(kind="loaded", name=_loader_of(graph), step=node.step, moment="data")
+    elif batch.indices is not None or graph.loader_settings:
+        # otherwise something may have changed it after that
+        is_other = batch.is_loaded_alike is False or batch.indices not in (None, "same")
+        yield Node(kind="loaded", name=_loader_of(graph), step=node.step, moment="data", is_proven=is_other)
     else:
         yield from moved_before(graph)
         yield _outside(node, "the source of the batch", "data", is_proven=False)
@@ -81,7 +83,7 @@ def loaded_reads(graph: Graph, node: Node) -> Iterator[Node]:
 
 
 def indices_read(graph: Graph, node: Node) -> Iterator[Node]:
-    for (loader, setting), values in graph.evidence.batch.settings.items():
+    for (loader, setting), values in graph.loader_settings.items():
         yield Node(kind="option", name=f"{setting} of {loader}", step=node.step, values=values)
     yield from moved_before(graph)
 
@@ -100,7 +102,7 @@ def _outside(node: Node, name: str, moment: str, *, is_proven: bool = True) -> N
 
 
 def _loader_of(graph: Graph) -> str:
-    first, settings = graph.evidence.batch.first_index, graph.evidence.batch.settings
+    first, settings = graph.evidence.batch.first_index, graph.loader_settings
     if first is not None:
         return first[0]
     return next((loader for loader, _ in settings), "the loader")
@@ -169,7 +171,7 @@ def batch(graph: Graph, walk: Walk) -> Explanation:
         no op caused it. The sampler drew the same indices in the same order, so sort the files or
         samples that the data set lists.
     """
-    if any(setting == "batch_size" for _, setting in graph.evidence.batch.settings):
+    if any(setting == "batch_size" for _, setting in graph.loader_settings):
         return Explanation(cause="settings", advice=because(graph, "Use the reference's batch size"))
     is_other_content = _data_change(graph) in _OTHER_CONTENT
     return Explanation(cause="data_content" if is_other_content else "data_order", advice=_advise(graph))
@@ -181,7 +183,7 @@ def _data_change(graph: Graph) -> DataChange:
         return "transformed"
     if graph.has_equal_samples or batch.indices == "reordered":
         return "reordered"
-    if any(setting == "length of the data set" for _, setting in batch.settings):
+    if any(setting == "length of the data set" for _, setting in graph.loader_settings):
         return "other data set"
     if batch.indices == "same":
         return "made otherwise" if batch.found_at is None else "listed otherwise"
@@ -191,13 +193,18 @@ def _data_change(graph: Graph) -> DataChange:
 def _advise(graph: Graph) -> str:
     batch, how = graph.evidence.batch, _data_change(graph)
     changes = [*filter(graph.is_before_step, graph.evidence.generators)]
-    if not (batch.has_loader or changes or batch.num_same) and how == "other":
+    if graph.is_resumed and batch.found_at is not None:
+        return (
+            f"It holds samples of step {batch.found_at} of the reference: the position in the data was not restored, "
+            "so skip what was trained before the checkpoint, with the generator that shuffled it"
+        )
+    if not (batch.has_loader or changes) and how in ("other", "drawn"):
         return _UNRECORDED
     if how in ("made otherwise", "other") and changes:
         shown = listed(f"the generator {change.name}" for change in changes)
         why = capitalised(show_change(changes[0], graph.evidence))
         return f"{why}. Seed what the samples are made with: {shown}"
-    is_other_shuffle = how == "drawn" and batch.indices == "other" and not batch.settings
+    is_other_shuffle = how == "drawn" and batch.indices == "other" and not graph.loader_settings
     change = next(iter(changes), None)
     if change is None or not is_other_shuffle:
         return because(graph, _TODO[how])
@@ -224,7 +231,7 @@ def because(graph: Graph, todo: str) -> str:
 
 
 def _of_loader(graph: Graph) -> list[str]:
-    settings = graph.evidence.batch.settings
+    settings = graph.loader_settings
     return [
         f"{setting} of {loader} is {reference} in the reference and {current} in the current run"
         for (loader, setting), (reference, current) in settings.items()

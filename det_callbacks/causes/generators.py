@@ -17,9 +17,12 @@ from det_callbacks.runs.evidence import (
 )
 from det_callbacks.text import capitalised, listed
 
+_OF_ANOTHER_MODEL = (
+    "Only the current run has a dropout there, of a model outside the recorded one: compare its train() or eval() mode"
+)
 RESUME_EXACTLY = (
-    'The resume did not restore the generators: Lightning does not, so resume with resume="exact", from a checkpoint '
-    "saved with the callback; your own loop has to save and restore them"
+    "The resume did not restore the generators to what they were before this batch was loaded: save their states with "
+    'the checkpoint, and restore them before the first batch is loaded (in Lightning, resume="exact" does both)'
 )
 
 _VALIDATION = "on_validation_epoch_start on_validation_batch_start on_validation_batch_end on_validation_epoch_end"
@@ -145,7 +148,8 @@ def advise_draws(graph: Graph) -> str:
     if draws_in_one_run(graph):
         module = graph.first.divergence.module
         if module in ("", "?"):
-            return "Remove the draw, or record the reference again"
+            is_dropout = any(word in graph.first.divergence.op for word in ("dropout", "bernoulli"))
+            return _OF_ANOTHER_MODEL if is_dropout else "Remove the draw, or record the reference again"
         return (
             f"Only the current run draws in {module}: compare its train() or eval() mode, and the arguments "
             "of its dropout"

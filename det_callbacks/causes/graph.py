@@ -113,6 +113,12 @@ class Graph:
     def has_other_data(self) -> bool:
         return "data" in self.source_phases
 
+    @property
+    def loader_settings(self) -> dict[tuple[str, str], tuple[str, str]]:
+        """The settings of loaders that differ; a resume may skip batches with a loader that is not followed."""
+        settings = self.evidence.batch.settings.items()
+        return {part: values for part, values in settings if not (self.is_resumed and "none" in values)}
+
     @cached_property
     def drawn_within(self) -> list[int]:
         """The rows of generators that differ after the step, if other rows differ before them."""

@@ -169,6 +169,8 @@ def cause_of_first(graph: Graph) -> Cause:
         return "collective"
     if graph.starts_backward or _is_between_passes(graph):
         return "backward"
+    if found.divergence.op and found.divergence.kind in ("missing", "extra"):
+        return _OF_PHASE.get(found.divergence.phase, "structure")
     return _OF_PHASE.get(found.divergence.phase, "unknown")
 
 

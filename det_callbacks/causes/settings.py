@@ -44,7 +44,7 @@ def setting(graph: Graph, walk: Walk) -> Explanation:
 def optimizer_option(graph: Graph, walk: Walk) -> Explanation:
     """An option of the optimizer differs: it was built so on this rank, or something changed the option during the fit.
 
-    Causes: optimizer, settings
+    Causes: optimizer, settings, checkpoint
 
     Example:
         From step 4 on, lr of group 0 is 0.01 in the reference and 0.011 in the current run. Step 4,
@@ -64,6 +64,12 @@ def optimizer_option(graph: Graph, walk: Walk) -> Explanation:
             f"else sets {names} before the first update",
         )
     changes = [f"from step {option.since} on, {_both_values(option)}" for option in options]
+    if walk.root.kind == "checkpoint":
+        return Explanation(
+            cause="checkpoint",
+            text=f"{capitalised(listed(changes, '; '))}. {explain_first(graph)}",
+            advice=f"The resume did not restore {names}: load the states of the optimizer and of its schedulers",
+        )
     return Explanation(
         cause="optimizer",
         text=f"{capitalised(listed(changes, '; '))}. {explain_first(graph)}",

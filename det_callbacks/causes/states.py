@@ -184,9 +184,8 @@ def restored_state(graph: Graph, walk: Walk) -> Explanation | None:
 
     Example:
         Step 7, the first after resuming: the restored state differs (net.weight); no op caused it.
-        Compare the checkpoint with the one originally saved (det-callbacks check-checkpoint), and
-        check what changes this state before the step. Checkpoints omit buffers with
-        persistent=False: save them with on_save_checkpoint.
+        Compare what was loaded with what was saved (det-callbacks check-checkpoint compares two
+        checkpoints), and check what changes this state before the step.
     """
     restored = _restored(graph)
     if not (restored or graph.unrestored):
@@ -197,25 +196,34 @@ def restored_state(graph: Graph, walk: Walk) -> Explanation | None:
         before = graph.difference.step - 1
         names = listed(graph.unrestored)
         what = f"{SUBJECT['restored']} differs from the reference's state at the end of step {before} ({names})"
-    advice = (
-        "Compare the checkpoint with the one originally saved (det-callbacks check-checkpoint), and check "
-        "what changes this state before the step"
-    )
     exchanged = _exchanged(graph)
     if exchanged:
         advice = (
             f"{_show_exchanged(exchanged)}: state was restored by its place in a list, and the order of the list "
             "differs. Give the optimizer its parameters in the reference's order"
         )
-    found = [str(one.divergence.name) for one in restored] or graph.unrestored
-    if not all(" of " in name for name in found):  # not "exp_avg of net.weight", "state of StepLR: last_epoch"
-        advice += ". Checkpoints omit buffers with persistent=False: save them with on_save_checkpoint"
+    else:
+        advice = _restore(graph, [str(one.divergence.name) for one in restored] or list(graph.unrestored))
     others = [phase for phase in graph.source_phases if phase not in ("state", "input")]
     return Explanation(
         cause="checkpoint",
         text=f"{place(graph)}: {what}{also_differ(others)}; no op caused it",
         advice=advice,
     )
+
+
+def _restore(graph: Graph, names: list[str]) -> str:
+    """Return what to do about state that was not restored."""
+    programs = graph.difference.reference.program, graph.difference.current.program
+    subjects = {site.name: site.subject for program in programs for site in program.sites}
+    if {subjects.get(name) for name in names} == {"state"}:
+        return "Save the optimizer's state (optimizer.state_dict) with the checkpoint, and load it"
+    trained = {f"grad of {name}" for name in names} & {name for names in graph.gradients for name in names}
+    advice = (
+        "Compare what was loaded with what was saved (det-callbacks check-checkpoint compares two checkpoints), and "
+        "check what changes this state before the step"
+    )
+    return advice if trained else f"{advice}. A checkpoint has no buffers with persistent=False: save them beside it"
 
 
 def _lost_gradients(graph: Graph) -> Explanation | None:

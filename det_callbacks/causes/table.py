@@ -162,7 +162,8 @@ def _may_have_read(graph: Graph, node: Node, row: int) -> Iterator[Node]:
         found += generators.moved_within(graph)
     found += settings.setting_node(settings.explaining_setting(graph), node.step)
     yield from found
-    if is_unrecorded and not found:
+    is_in_both = graph.difference.kinds[row] not in ("missing", "extra")
+    if is_unrecorded and is_in_both and not found:
         name = "what wrote it, which was not recorded"
         yield Node(kind="outside", name=name, step=node.step, moment=node.moment)
 
@@ -183,6 +184,8 @@ def _begin_reads(graph: Graph, node: Node) -> Iterator[Node]:
 
 
 def _option_reads(graph: Graph, node: Node) -> Iterator[Node]:
+    if graph.is_resumed and node.step == graph.difference.step:
+        yield generators.checkpoint(graph)
     yield from settings.setting_node(settings.explaining_setting(graph), node.step)
 
 
@@ -231,6 +234,11 @@ def _option(graph: Graph, walk: Walk) -> Explanation | None:
     return _by_reached(graph, walk) if walk.reached.kind == "batch" else settings.optimizer_option(graph, walk)
 
 
+def _restored_option(graph: Graph, walk: Walk) -> Explanation | None:
+    has_option = any(node.kind == "option" for node in walk.nodes)
+    return settings.optimizer_option(graph, walk) if has_option and walk.reached.kind != "batch" else None
+
+
 def _of_source(graph: Graph, walk: Walk) -> Explanation | None:
     kinds = {node.kind for node in walk.nodes}
     return _by_reached(graph, walk) if kinds & {"batch", "generator"} else None
@@ -260,7 +268,7 @@ _OF_ROWS: Sequence[Rule] = (
 CAUSES: Mapping[TrailKind, Sequence[Rule]] = {
     "setting": (_setting,),
     "option": (_option,),
-    "checkpoint": (states.restored_state, _by_reached),
+    "checkpoint": (states.restored_state, _restored_option, _by_reached),
     "generator": (programs.another_length, _by_reached),
     "indices": (_by_reached,),
     "loaded": (_by_reached,),

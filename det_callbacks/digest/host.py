@@ -10,7 +10,6 @@ import ctypes
 import functools
 import struct
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -105,6 +104,8 @@ def digest_spans(spans: Sequence[tuple[int, int]]) -> list[int]:
 
     def hash_some() -> list[tuple[int, list[int]]]:
         return [(index, _leaf_hashes(piece)) for index, piece in todo]
+
+    from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415  # it cannot be imported while a process ends
 
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="det_callbacks-digest") as pool:
         try:

@@ -163,10 +163,10 @@ TRAILS = """
     setting: setting? op | optimizer option: option? state | initial state: setting? state
     restored state: checkpoint? state | unrecorded steps: outside state | uninitialised memory: unwritten op
     external write: outside state | another epoch: boundary batch
-    drawn before data: boundary generator? indices loaded batch | batch: outside? loaded batch
+    drawn before data: boundary generator? indices loaded batch | batch: outside? loaded? batch
     generator: boundary generator generator | drawn in one run: op | another length: op | recomputation: generator
     compiled in one run: region | collective in one run: collective | compiled graph: region | scripted module: op
-    another order: op | other gradients: outside gradient | outside input: outside
+    another order: op | other gradients: gradient | outside input: outside
     structure: op | first difference: op
 """
 """The kinds of each example's trail, the root first; those that may have been read with a question mark."""
