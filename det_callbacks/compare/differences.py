@@ -440,18 +440,20 @@ class StepDifference:
 def recomputed_otherwise(view: StepView) -> int | None:
     """Return the first output that activation checkpointing computed again with other bits than before, or None.
 
-    Its first executions are the calls of the same op in the same module, with the same arguments; a module may be
-    called several times, and backward runs them in reverse.
+    Its first executions are the calls of the same op on the same line of the same module before the backward pass,
+    with the same arguments; a module may be called several times, and backward runs them in reverse.
     """
     first_runs: defaultdict[Hashable, set[int]] = defaultdict(set)
     again: list[tuple[int, Hashable]] = []
     digests = view.record.digests.tolist()
     for position, (site, entry) in enumerate(zip(view.program.sites, view.layout.entries, strict=True)):
-        if site.op and site.role == "output" and site.name is None:
-            key = site.module, site.op, site.output, site.arguments, entry
+        if site.op and site.role == "output" and site.name is None and entry is not None:
+            # the detail, which parts of its inputs it reads, is only known of forward ops
+            made = site.output, entry.dtype, entry.shape
+            key = site.module, site.op, site.arguments, site.source[:1], made
             if site.recomputed:
                 again.append((position, key))
-            else:
+            elif site.phase != "backward":
                 first_runs[key].add(digests[position])
     return next((at for at, key in again if key in first_runs and digests[at] not in first_runs[key]), None)
 

@@ -13,10 +13,16 @@ from det_callbacks.runs.evidence import (
     AFTER_FORWARD,
     BATCH,
     BATCH_START,
+    IN_NO_OPTIMIZER,
+    IN_OPTIMIZER,
     INDICES,
     LOADER,
+    OPTIONS,
     PARAMETERS,
     SAMPLE,
+    START,
+    WITH_GRADIENT,
+    WITH_LARGE_GRADIENT,
     Row,
     evidence_path,
     read_evidence,
@@ -77,6 +83,15 @@ class Drawn:
     def indices(self) -> list[int]:
         """The first indices."""
         return [int(index) for index in json.loads(self.text or "[]")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizedParameters:
+    """Names of parameters that were always trainable; none if the recording has no such evidence."""
+
+    by_optimizer: Mapping[str, list[str]]  # "optimizer 0" -> its parameters
+    without_optimizer: list[str]  # parameters with a gradient that are never in an optimizer
+    with_large_gradient: list[str]  # parameters whose gradient exceeded rounding in one of the first updates
 
 
 class FitFacts:
@@ -145,6 +160,12 @@ class FitFacts:
         return self.series(lambda site: site.name if site.phase == "state" and site.role == "named" else None)
 
     @cached_property
+    def initial_digests(self) -> dict[str, int]:
+        """The first digest of each parameter, buffer and optimizer state: when the fit begins."""
+        first = self.series(lambda site: site.name if site.phase == "state" else None, takes_first=True)
+        return {name: int(series.digests[0]) for name, series in first.items()}
+
+    @cached_property
     def gradients(self) -> dict[str, Series]:
         """The gradients of each update, by the name of their parameter."""
         return self.series(lambda site: _parameter_of(site) if site.phase == "gradient" else None)
@@ -158,6 +179,13 @@ class FitFacts:
             if chosen:
                 found += [(record.step, record.epoch, record.digests[chosen].tobytes()) for record in records]
         return sorted(found)
+
+    @cached_property
+    def steps_with_backward(self) -> list[int]:
+        """The steps in which the loss started a backward pass."""
+        return [
+            record.step for program, records in self.programs if any(map(is_loss, program.sites)) for record in records
+        ]
 
     @property
     def num_batches(self) -> int:
@@ -175,6 +203,37 @@ class FitFacts:
                 if row.step >= end:
                     break
                 found.append(row)
+        return found
+
+    @cached_property
+    def optimized(self) -> OptimizedParameters:
+        always: dict[str, list[str]] = {}
+        last: dict[str, list[str]] = {}
+        for row in self.rows:
+            if row.point != PARAMETERS:
+                continue
+            names: list[str] = json.loads(row.text or "[]")
+            if row.name in (WITH_GRADIENT, WITH_LARGE_GRADIENT):
+                last[row.name] = names
+            else:
+                always[row.name] = [name for name in always.get(row.name, names) if name in {*names}]
+        in_none = {*always.pop(IN_NO_OPTIMIZER, ())}
+        return OptimizedParameters(
+            by_optimizer={f"optimizer {what.removeprefix(IN_OPTIMIZER)}": names for what, names in always.items()},
+            without_optimizer=[name for name in last.get(WITH_GRADIENT, ()) if name in in_none],
+            with_large_gradient=last.get(WITH_LARGE_GRADIENT, []),
+        )
+
+    def rates_since(self, step: int) -> set[float]:
+        """Return all learning rates in force from a step on."""
+        rates: dict[str, float] = {}
+        found = set[float]()
+        for row in self.rows:
+            if row.point == OPTIONS:
+                rates[row.name] = json.loads(row.text)
+                found |= {rates[row.name]} if row.step > step else set()
+            if row.step <= step:
+                found = {*rates.values()}
         return found
 
     @cached_property
@@ -210,6 +269,11 @@ class FitFacts:
             if row.point == point and (row.name in ("python", "numpy") or row.name.startswith("torch.")):
                 found.setdefault(row.name, {})[row.step] = row.value
         return found
+
+    @cached_property
+    def generator_starts(self) -> dict[str, int]:
+        """The states of generators when the fit begins, by name."""
+        return {row.name.removeprefix(START): row.value for row in self.rows if row.name.startswith(START)}
 
     @cached_property
     def has_equal_samples(self) -> bool:
@@ -250,7 +314,7 @@ def _is_needed(batch: pa.RecordBatch) -> np.ndarray:
     def is_needed(step: int, point: str, name: str) -> bool:
         if point == BATCH:
             return name.startswith(INDICES) or (name.startswith(SAMPLE) and step < 1)
-        return point in _POINTS
+        return point in _POINTS or name.startswith(START) or (point == OPTIONS and name.startswith("lr of "))
 
     columns = (batch.column(name).to_pylist() for name in ("step", "point", "name"))
     return np.fromiter(map(is_needed, *columns), dtype=bool, count=len(batch))
@@ -260,6 +324,13 @@ def _joined(parts: list[tuple[np.ndarray, np.ndarray]]) -> Series:
     steps, digests = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     order = np.argsort(steps, kind="stable")
     return Series(steps=steps[order], digests=digests[order])
+
+
+def is_loss(site: Site) -> bool:
+    """Return whether a site is a loss that started a backward pass of the step."""
+    if site.phase != "forward" or site.role != "named" or site.op or site.module or site.name is None:
+        return False
+    return site.name == "loss" or site.name.startswith("loss[")
 
 
 def _parameter_of(site: Site) -> str | None:

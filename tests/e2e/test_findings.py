@@ -215,7 +215,7 @@ def test_a_training_that_has_it_is_found(word, number, tmp_path):
     assert {*found} & {"repeated_batch", "equal_workers"} <= {word}  # two explanations of one thing
     assert (found[word].ranks, found[word].steps, [*found[word].names][: len(names)]) == ((0,), steps, names)
     if not number:
-        (rule,) = (rule for rule in RULES if word == rule.NAME)
+        (rule,) = (rule for rule in RULES if word == rule.name)
         assert message(found[word]) == example(rule)
 
 
@@ -264,7 +264,7 @@ def test_what_ranks_do_is_found(name, tmp_path):
     assert [(one.finding, one.ranks, [*one.names][:1]) for one in found] == ([(word, (0, 1), names)] if word else [])
     assert all(one.explanation.startswith(text) for one in found)
     if name in EXAMPLES_OF_RANKS:
-        (rule,) = (rule for rule in RULES if word == rule.NAME)
+        (rule,) = (rule for rule in RULES if word == rule.name)
         assert message(found[0]) == example(rule)
 
 
@@ -296,7 +296,7 @@ def test_replicas_of_any_launcher_that_began_equal_and_drift_apart_are_found(kin
 
 
 def test_every_finding_has_a_training_and_the_page_is_made_of_their_files():
-    assert {rule.NAME for rule in RULES} == {*GUILTY, "equal_ranks", "unequal_replicas"}
+    assert {rule.name for rule in RULES} == {*GUILTY, "equal_ranks", "unequal_replicas"}
     assert all(map(when, RULES))
     assert is_current("findings"), "run make findings"
 

@@ -1,0 +1,114 @@
+"""Findings about ranks: what should differ between them and does not, and what should be equal and is not."""
+
+from det_callbacks.findings.facts import MIN_BATCHES, MIN_STEPS
+from det_callbacks.findings.rule import Fits, Found, found_in, of_ranks, span
+from det_callbacks.runs.evidence import AFTER_FORWARD, BATCH_START
+from det_callbacks.text import capitalised, listed, ranks_text
+
+_REPLICATING = (None, "DDPStrategy")  # strategies whose ranks all get different batches; None: unknown
+
+
+@of_ranks("state")
+def equal_ranks(fits: Fits) -> Found | None:
+    """Ranks get equal batches, or draw equal random numbers in their forward passes.
+
+    Example:
+        Ranks 0 and 1 get the same batches, in steps 0 to 15. Give each rank its share of the data:
+        a DistributedSampler, which Lightning adds unless use_distributed_sampler is False, or an
+        IterableDataset that yields different samples on each rank.
+    """
+    if len(fits) < 2 or fits[0].choice("trainer.strategy") not in _REPLICATING:
+        return None
+    return _equal_batches(fits) or _equal_draws(fits)
+
+
+def _equal_batches(fits: Fits) -> Found | None:
+    by_step = [{step: batch for step, _, batch in fit.batches} for fit in fits]
+    steps = sorted(set.intersection(*(set(known) for known in by_step)))
+    batches = [{known[step] for known in by_step} for step in steps]
+    is_equal = all(len(batch) == 1 for batch in batches)
+    if not is_equal or len(steps) < MIN_STEPS or len(set.union(*batches)) < MIN_BATCHES:
+        return None
+    return found_in(
+        *fits,
+        steps=steps,
+        names=(),
+        explanation=f"{_the_ranks(fits)} get the same batches, in {span(steps)}",
+        advice="Give each rank its share of the data: a DistributedSampler, which Lightning adds unless "
+        "use_distributed_sampler is False, or an IterableDataset that yields different samples on each rank",
+    )
+
+
+def _equal_draws(fits: Fits) -> Found | None:
+    """Return the generator that draws in the forward passes, from the same state on every rank."""
+    before, after = ([fit.generator_states(point) for fit in fits] for point in (BATCH_START, AFTER_FORWARD))
+    for name in before[0]:
+        states = [known.get(name, {}) for known in before]
+        ends = after[0].get(name, {})
+        steps = [step for step, state in states[0].items() if ends.get(step, state) != state]
+        shared = [step for step in steps if all(known.get(step) == states[0][step] for known in states)]
+        if len(steps) >= MIN_STEPS and shared == steps:
+            return found_in(
+                *fits,
+                steps=steps,
+                names=[name],
+                explanation=f"{_the_ranks(fits)} draw the same random numbers from {name} in their forward passes, "
+                f"in {span(steps)}",
+                advice="Dropout masks and noise are then the same on all ranks. If you do not intend this, add the "
+                f"rank to the seed of {name} after you build the model",
+            )
+    return None
+
+
+def _the_ranks(fits: Fits) -> str:
+    return capitalised(ranks_text([fit.rank for fit in fits]))
+
+
+@of_ranks("state")
+def unequal_replicas(fits: Fits) -> Found | None:
+    """Parameters differ between ranks that Lightning's DDPStrategy keeps equal, or that began equal in any other run.
+
+    Example:
+        first.weight, first.bias, norm.weight and 3 more differed between ranks 0 and 1, in steps 0
+        to 7. Their gradients are not averaged, or only one rank updates them: check for code that
+        bypasses the wrapped module's forward, moves it to another device, or writes weights.
+        ReplicaAuditCallback stops at the first difference.
+    """
+    strategy = fits[0].choice("trainer.strategy")
+    if len(fits) < 2 or strategy not in (None, "DDPStrategy"):
+        return None
+    # ranks of an unknown launcher may hold shards, of which only constants are equal when the fit begins
+    if strategy is None and not _began_equal(fits):
+        return None
+    names, steps = list[str](), set[int]()
+    for name in fits[0].gradients:  # a buffer may differ between broadcasts
+        known = [fit.states[name] for fit in fits if name in fit.states]
+        if len(known) < len(fits):
+            continue
+        by_step = [dict(zip(one.steps.tolist(), one.digests.tolist(), strict=True)) for one in known]
+        common = set.intersection(*(set(one) for one in by_step))
+        differing = {step for step in common if len({one[step] for one in by_step}) > 1}
+        if len(differing) >= MIN_STEPS:
+            names.append(name)
+            steps |= differing
+    if not names:
+        return None
+    began = ", although they were equal when the fit began" if strategy is None else ""
+    stops = ". ReplicaAuditCallback stops at the first difference" if strategy is not None else ""
+    return found_in(
+        *fits,
+        steps=steps,
+        names=names,
+        explanation=f"{listed(names)} differed between {ranks_text([fit.rank for fit in fits])}, in {span(steps)}"
+        f"{began}",
+        advice="Their gradients are not averaged, or only one rank updates them: check for code that bypasses the "
+        f"wrapped module's forward, moves it to another device, or writes weights{stops}",
+    )
+
+
+def _began_equal(fits: Fits) -> bool:
+    """Return whether all ranks had the same trained parameters when the fit began."""
+    starts = [
+        {name: fit.initial_digests[name] for name in fit.gradients if name in fit.initial_digests} for fit in fits
+    ]
+    return bool(starts[0]) and all(one == starts[0] for one in starts)
