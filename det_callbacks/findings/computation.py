@@ -5,6 +5,7 @@ from math import prod
 
 import numpy as np
 
+from det_callbacks.digest.host import digest_bytes
 from det_callbacks.findings.facts import MIN_BATCHES, MIN_STEPS, FitFacts, is_loss
 from det_callbacks.findings.queries import ancestors, before_casts, held_name, outputs_of, place
 from det_callbacks.findings.rule import Found, found_in, from_to, of_one_process, span
@@ -12,6 +13,7 @@ from det_callbacks.report.run import describe_tensor
 from det_callbacks.runs.program import UNWRITTEN, Layout, Program, Site, TensorLayout, reads_expanded
 from det_callbacks.text import listed
 
+MAX_ELEMENTS = 2**20  # of larger tensors, the recording does not track bytes, and no digest is made here
 _COARSE = ("float16", "bfloat16")  # in which a loss often repeats a value
 
 
@@ -46,17 +48,18 @@ def constant_loss(fit: FitFacts) -> Found | None:
     )
 
 
+_ONES = {"float32": b"\0\0\x80\x3f", "bfloat16": b"\x80\x3f", "float16": b"\0\x3c", "float64": bytes(6) + b"\xf0\x3f"}
 _SHAPE_ONLY = ("_like.", ".new_", "aten.zero", "aten.fill", "aten.ones")  # in names of ops that read no bits
 
 
 @of_one_process("op")
 def constant_output(fit: FitFacts) -> Found | None:
-    """A module returns the same bits in all steps, although its inputs change.
+    """A module returns only zeros, or only ones, in all steps, although its inputs change.
 
     Example:
-        act returned the same bits in all 7 examined steps, from step 1 to 7, although the inputs
-        changed. Check for dead ReLUs, saturated gates, and weights or a scale of zero; the modules
-        after it learn nothing from the data.
+        act returned only zeros or only ones in all 7 examined steps, from step 1 to 7, although the
+        inputs changed. Check for dead ReLUs, saturated gates, and weights or a scale of zero; the
+        modules after it learn nothing from the data.
     """
     if fit.num_batches < MIN_BATCHES or not fit.programs:
         return None
@@ -71,7 +74,7 @@ def constant_output(fit: FitFacts) -> Found | None:
     for at, site in enumerate(program.sites):
         is_output = site.phase == "forward" and not site.op and (site.name or "").startswith("output")
         is_lost_there = site.module and loses[at] == site.module and not changes[at]
-        if is_output and is_lost_there and _is_of_numbers(entries[at]):
+        if is_output and is_lost_there and _is_zeros_or_ones(entries[at], int(digests[0, at])):
             names.append(site.module)
     if not names:
         return None
@@ -80,7 +83,7 @@ def constant_output(fit: FitFacts) -> Found | None:
         fit,
         steps=steps,
         names=names,
-        explanation=f"{listed(names)} returned the same bits in all {len(steps)} examined steps, "
+        explanation=f"{listed(names)} returned only zeros or only ones in all {len(steps)} examined steps, "
         f"{from_to(steps)}, although the inputs changed",
         advice="Check for dead ReLUs, saturated gates, and weights or a scale of zero; the modules after it learn "
         "nothing from the data",
@@ -104,12 +107,13 @@ def _losing_change(program: Program, changes: np.ndarray) -> list[str | None]:
     return found
 
 
-def _is_of_numbers(entry: TensorLayout | None) -> bool:
-    """Return whether a tensor has floating-point elements, and more than one."""
-    return entry is not None and "float" in entry.dtype and int(np.prod(entry.shape)) > 1
-
-
-MAX_ELEMENTS = 2**20  # above this, the recording does not track bytes
+def _is_zeros_or_ones(entry: TensorLayout | None, digest: int) -> bool:
+    """Return whether a tensor has several elements that are all 0, or all 1; other values may be equal by rounding."""
+    num = 1 if entry is None else prod(entry.shape)
+    if entry is None or entry.dtype not in _ONES or not 1 < num <= MAX_ELEMENTS:
+        return False
+    one = _ONES[entry.dtype]
+    return digest in (digest_bytes(bytes(len(one) * num)), digest_bytes(one * num))
 
 
 @of_one_process("op")
@@ -166,7 +170,7 @@ def softmax_twice(fit: FitFacts) -> Found | None:
 
     Example:
         The loss applies softmax to the output of a softmax, in steps 0 to 7, at net.py:7 in
-        training_step. cross_entropy and binary_cross_entropy_with_logits take logits: pass the
+        softmax_of_softmax. cross_entropy and binary_cross_entropy_with_logits take logits: pass the
         output of the last linear layer.
     """
     steps: dict[tuple[str, str], list[int]] = {}
@@ -221,8 +225,8 @@ def broadcast_loss(fit: FitFacts) -> Found | None:
 
     Example:
         The loss compares predictions (float32 [8, 1]) with targets (float32 [8]) as [8, 8], in
-        steps 0 to 7, at net.py:7 in training_step. Each prediction is compared with the targets of
-        all samples: give both the same shape, such as predictions.squeeze(1).
+        steps 0 to 7, at net.py:7 in crossed. Each prediction is compared with the targets of all
+        samples: give both the same shape, such as predictions.squeeze(1).
     """
     steps: dict[tuple[str, str, str, int], list[int]] = {}
     for program, records in fit.programs:

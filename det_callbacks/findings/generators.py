@@ -97,8 +97,8 @@ def recomputation_differs(fit: FitFacts) -> Found | None:
 
     Example:
         In all 8 examined steps, from step 0 to 7, activation checkpointing ran
-        aten.bernoulli_.float again in drop, at net.py:7 in forward, and it gave other bits than in
-        the forward pass, so the gradients belong to another forward pass. Do not pass
+        aten.bernoulli_.float again in hidden, at net.py:7 in attended, and it gave other bits than
+        in the forward pass, so the gradients belong to another forward pass. Do not pass
         preserve_rng_state=False to torch.utils.checkpoint.
     """
     steps, ops = list[int](), dict[str, tuple[str, bool]]()

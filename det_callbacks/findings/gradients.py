@@ -284,7 +284,7 @@ def clipped_before_unscale(fit: FitFacts) -> Found | None:
     """Gradients are clipped while the scale of mixed precision is still in them, and unscaled afterwards.
 
     Example:
-        In 8 steps, from step 0 to 7, the gradients of first.weight, first.bias, norm.weight and 3
+        In 8 steps, from step 0 to 7, the gradients of first.weight, first.bias, last.weight and 1
         more were clipped before the gradient scaler unscaled them, so the limit applied to scaled
         gradients. Call scaler.unscale_(optimizer) before you clip.
     """

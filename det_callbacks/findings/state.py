@@ -160,9 +160,10 @@ def stale_copy(fit: FitFacts) -> Found | None:
     """Updates change a parameter, but the forward pass reads a copy of it from an earlier step instead.
 
     Example:
-        In 7 steps, from step 1 to 7, updates changed last.weight and last.bias, but the forward
-        pass read copies of them that were made in step 0 or before. Make the copies in each step:
-        open autocast in each step, not around the loop, and keep no cast or clone of a weight.
+        In 7 steps, from step 1 to 7, updates changed first.weight, first.bias, last.weight and 1
+        more, but the forward pass read copies of them that were made before step 1. Make the copies
+        in each step: open autocast in each step, not around the loop, and keep no cast or clone of
+        a weight.
     """
     made = _copies_made(fit)
     steps: dict[str, list[int]] = {}

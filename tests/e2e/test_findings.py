@@ -4,8 +4,11 @@ import json
 import random
 import re
 import shutil
+import subprocess
+import sys
 import textwrap
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from findings_data import FromProcess, Mine, Stuck, WithEpoch, in_batches, of_workers, twice
+from findings_loops import GUILTY_LOOPS, INNOCENT_LOOPS
 from findings_models import (
     Adversarial,
     Attends,
@@ -204,12 +208,14 @@ def message(finding: Finding) -> str:
     return "\n".join(textwrap.wrap(text, 92, break_on_hyphens=False))
 
 
-CASES = [(word, number) for word, known in GUILTY.items() for number in range(len(known))]
+ALL_GUILTY = {word: [*GUILTY.get(word, []), *GUILTY_LOOPS.get(word, [])] for word in {**GUILTY, **GUILTY_LOOPS}}
+ALL_INNOCENT = {**INNOCENT, **INNOCENT_LOOPS}
+CASES = [(word, number) for word, known in ALL_GUILTY.items() for number in range(len(known))]
 
 
 @pytest.mark.parametrize(("word", "number"), CASES, ids=[f"{word} {number}" for word, number in CASES])
 def test_a_training_that_has_it_is_found(word, number, tmp_path):
-    train, steps, names = GUILTY[word][number]
+    train, steps, names = ALL_GUILTY[word][number]
     found = {one.finding: one for one in findings_in(train(tmp_path / "run"))}
     assert word in found, found
     assert {*found} & {"repeated_batch", "equal_workers"} <= {word}  # two explanations of one thing
@@ -219,9 +225,27 @@ def test_a_training_that_has_it_is_found(word, number, tmp_path):
         assert message(found[word]) == example(rule)
 
 
-@pytest.mark.parametrize("name", INNOCENT)
+@pytest.mark.parametrize("name", ALL_INNOCENT)
 def test_the_nearest_innocent_training_is_not_accused(name, tmp_path):
-    assert findings_in(INNOCENT[name](tmp_path / "run")) == []
+    assert findings_in(ALL_INNOCENT[name](tmp_path / "run")) == []
+
+
+# torch 2.15 reads memory that it did not write (its issue 176254)
+KNOWN = ("nn.CircularPad2d AdamW: uninitialised_read", "nn.CircularPad3d ASGD: uninitialised_read")
+CLEAN = {
+    "styles": [],
+    "modules": [pytest.mark.slow],
+    "models": [pytest.mark.slow, pytest.mark.skipif(not find_spec("torchvision"), reason="needs torchvision")],
+}
+
+
+@pytest.mark.parametrize("source", [pytest.param(source, marks=marks) for source, marks in CLEAN.items()])
+def test_correct_trainings_of_many_kinds_are_not_accused(source):
+    script = Path(__file__).with_name("clean_trainings.py")
+    ended = subprocess.run([sys.executable, script, source], capture_output=True, text=True, check=True)
+    *accused, last = ended.stdout.splitlines()
+    assert [line for line in accused if not line.startswith(KNOWN)] == []
+    assert int(last.removesuffix(" trainings")) >= {"styles": 7, "modules": 100, "models": 12}[source]
 
 
 class SeedsRanks(Classifier):
@@ -296,7 +320,7 @@ def test_replicas_of_any_launcher_that_began_equal_and_drift_apart_are_found(kin
 
 
 def test_every_finding_has_a_training_and_the_page_is_made_of_their_files():
-    assert {rule.name for rule in RULES} == {*GUILTY, "equal_ranks", "unequal_replicas"}
+    assert {rule.name for rule in RULES} == {*ALL_GUILTY, "equal_ranks", "unequal_replicas"}
     assert all(map(when, RULES))
     assert is_current("findings"), "run make findings"
 
