@@ -13,6 +13,7 @@ from det_callbacks.runs.evidence import (
     AFTER_FORWARD,
     BATCH,
     BATCH_START,
+    CONSTANTS,
     IN_NO_OPTIMIZER,
     IN_OPTIMIZER,
     INDICES,
@@ -271,6 +272,11 @@ class FitFacts:
         return found
 
     @cached_property
+    def constants(self) -> set[str]:
+        """The parameters and buffers whose elements are all equal when the fit begins."""
+        return {name for row in self.rows if row.name == CONSTANTS for name in json.loads(row.text)}
+
+    @cached_property
     def generator_starts(self) -> dict[str, int]:
         """The states of generators when the fit begins, by name."""
         return {row.name.removeprefix(START): row.value for row in self.rows if row.name.startswith(START)}
@@ -314,7 +320,12 @@ def _is_needed(batch: pa.RecordBatch) -> np.ndarray:
     def is_needed(step: int, point: str, name: str) -> bool:
         if point == BATCH:
             return name.startswith(INDICES) or (name.startswith(SAMPLE) and step < 1)
-        return point in _POINTS or name.startswith(START) or (point == OPTIONS and name.startswith("lr of "))
+        return (
+            point in _POINTS
+            or name == CONSTANTS
+            or name.startswith(START)
+            or (point == OPTIONS and name.startswith("lr of "))
+        )
 
     columns = (batch.column(name).to_pylist() for name in ("step", "point", "name"))
     return np.fromiter(map(is_needed, *columns), dtype=bool, count=len(batch))

@@ -1,6 +1,9 @@
 """Findings about ranks: what should differ between them and does not, and what should be equal and is not."""
 
-from det_callbacks.findings.facts import MIN_BATCHES, MIN_STEPS
+from collections.abc import Iterable, Mapping, Sequence
+
+from det_callbacks.findings.facts import MIN_BATCHES, MIN_STEPS, FitFacts, Series
+from det_callbacks.findings.queries import forward_readers, held_name
 from det_callbacks.findings.rule import Fits, Found, found_in, of_ranks, span
 from det_callbacks.runs.evidence import AFTER_FORWARD, BATCH_START
 from det_callbacks.text import capitalised, listed, ranks_text
@@ -66,7 +69,7 @@ def _the_ranks(fits: Fits) -> str:
 
 @of_ranks("state")
 def unequal_replicas(fits: Fits) -> Found | None:
-    """Parameters differ between ranks that Lightning's DDPStrategy keeps equal, or that began equal in any other run.
+    """Weights, or buffers that the forward pass reads, differ between ranks, although DDP or the start made them equal.
 
     Example:
         first.weight, first.bias, norm.weight and 3 more differed between ranks 0 and 1, in steps 0
@@ -78,37 +81,66 @@ def unequal_replicas(fits: Fits) -> Found | None:
     if len(fits) < 2 or strategy not in (None, "DDPStrategy"):
         return None
     # ranks of an unknown launcher may hold shards, of which only constants are equal when the fit begins
-    if strategy is None and not _began_equal(fits):
+    is_known = strategy is not None or _began_equal(fits, fits[0].gradients)
+    weights = _differing(fits, [{name: fit.states[name] for name in fit.gradients} for fit in fits]) if is_known else {}
+    buffers = _differing(fits, [_buffers_read(fit) for fit in fits])
+    buffers = {name: steps for name, steps in buffers.items() if _began_equal(fits, [name])}
+    differing = weights or buffers
+    if not differing:
         return None
-    names, steps = list[str](), set[int]()
-    for name in fits[0].gradients:  # a buffer may differ between broadcasts
-        known = [fit.states[name] for fit in fits if name in fit.states]
-        if len(known) < len(fits):
-            continue
-        by_step = [dict(zip(one.steps.tolist(), one.digests.tolist(), strict=True)) for one in known]
-        common = set.intersection(*(set(one) for one in by_step))
-        differing = {step for step in common if len({one[step] for one in by_step}) > 1}
-        if len(differing) >= MIN_STEPS:
-            names.append(name)
-            steps |= differing
-    if not names:
-        return None
-    began = ", although they were equal when the fit began" if strategy is None else ""
+    steps = {step for known in differing.values() for step in known}
+    began = ", although they were equal when the fit began" if strategy is None or not weights else ""
     stops = ". ReplicaAuditCallback stops at the first difference" if strategy is not None else ""
+    of_weights = (
+        "Their gradients are not averaged, or only one rank updates them: check for code that bypasses the wrapped "
+        "module's forward, moves it to another device, or writes weights"
+    )
+    of_buffers = (
+        "The forward pass reads these buffers, and each rank updates its own: reduce what updates them over all ranks "
+        "(torch.distributed.all_reduce), or let DDP broadcast them"
+    )
     return found_in(
         *fits,
         steps=steps,
-        names=names,
-        explanation=f"{listed(names)} differed between {ranks_text([fit.rank for fit in fits])}, in {span(steps)}"
+        names=differing,
+        explanation=f"{listed(differing)} differed between {ranks_text([fit.rank for fit in fits])}, in {span(steps)}"
         f"{began}",
-        advice="Their gradients are not averaged, or only one rank updates them: check for code that bypasses the "
-        f"wrapped module's forward, moves it to another device, or writes weights{stops}",
+        advice=f"{of_weights if weights else of_buffers}{stops}",
     )
 
 
-def _began_equal(fits: Fits) -> bool:
-    """Return whether all ranks had the same trained parameters when the fit began."""
-    starts = [
-        {name: fit.initial_digests[name] for name in fit.gradients if name in fit.initial_digests} for fit in fits
-    ]
-    return bool(starts[0]) and all(one == starts[0] for one in starts)
+def _differing(fits: Fits, series: Sequence[Mapping[str, Series]]) -> dict[str, set[int]]:
+    """Return the steps in which ranks hold different bits, by name."""
+    found: dict[str, set[int]] = {}
+    for name in series[0]:
+        known = [one[name] for one in series if name in one]
+        by_step = [dict(zip(one.steps.tolist(), one.digests.tolist(), strict=True)) for one in known]
+        common = set.intersection(*(set(one) for one in by_step))
+        steps = {step for step in common if len({one[step] for one in by_step}) > 1}
+        if len(known) == len(fits) and len(steps) >= MIN_STEPS:
+            found[name] = steps
+    return found
+
+
+def _buffers_read(fit: FitFacts) -> dict[str, Series]:
+    """Return the buffers as their own modules read them, which began with several values, by name.
+
+    DDP reads them too, outside the modules, and then writes those of rank 0. State that begins as a constant, such as
+    zeros, may be each rank's own, as statistics of a batch norm are.
+    """
+    names = {
+        name
+        for program, _ in fit.programs
+        for name, sites in forward_readers(program).items()
+        if name not in fit.gradients
+        and any(
+            site.module and site.module == name.rpartition(".")[0] and "batch_norm" not in site.op for site in sites
+        )
+    } - fit.constants
+    return fit.series(lambda site: site.name if held_name(site) in names else None, takes_first=True)
+
+
+def _began_equal(fits: Fits, names: Iterable[str]) -> bool:
+    """Return whether these were the same on all ranks when the fit began."""
+    starts = [[fit.initial_digests.get(name) for name in names] for fit in fits]
+    return bool(starts[0]) and None not in starts[0] and all(one == starts[0] for one in starts)

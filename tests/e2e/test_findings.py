@@ -39,9 +39,10 @@ from findings_models import (
     WithoutNorm,
 )
 from fits import Classifier, Samples, Scheduled
-from loops import Loop, samples
+from loops import Loop, Net, samples
 from processes import run_ranks, run_training
 from rule_pages import example, is_current, when
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from trainers import LIGHTNING_ADVICE, quiet_trainer
@@ -292,30 +293,45 @@ def test_what_ranks_do_is_found(name, tmp_path):
         assert message(found[0]) == example(rule)
 
 
+class Codebook(Net):
+    """Follows the mean of what its rank sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.randn(12))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs = super().forward(inputs - self.mean)
+        self.mean.lerp_(inputs.mean(0), 0.1)
+        return outputs
+
+
 def train_replicas(folder: Path, kind: str, rank: int) -> None:
     torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
     try:
-        loop = Loop()
+        loop = Loop(nn.Sequential(Codebook()) if "codebook" in kind else None)
         inner = loop.model
-        loop.model = DistributedDataParallel(inner)
+        loop.model = DistributedDataParallel(inner, broadcast_buffers=kind != "own codebook")
         if kind == "shards":  # the biases begin equal, as shards of zeros do
             torch.nn.init.constant_(inner.first.bias, 0.0)
             torch.nn.init.normal_(inner.first.weight, generator=torch.Generator().manual_seed(rank))
-        if kind != "averaged":
+        if kind in ("bypassed", "shards"):
             loop.model = inner
         loop.loader = DataLoader(samples(), batch_size=2, sampler=[*range(rank, 24, 2)])
         with TrainingRun(folder / "run", mode="record", model=loop.model, optimizers=loop.optimizers) as run:
-            loop.run(run)
+            loop.run(run, epochs=2 if "codebook" in kind else 1)
     finally:
         torch.distributed.destroy_process_group()
 
 
 @pytest.mark.ddp
-@pytest.mark.parametrize("kind", ["bypassed", "averaged", "shards"])
+@pytest.mark.parametrize("kind", ["bypassed", "averaged", "shards", "own codebook", "broadcast codebook"])
 def test_replicas_of_any_launcher_that_began_equal_and_drift_apart_are_found(kind, tmp_path):
     run_ranks(lambda rank: train_replicas(tmp_path, kind, rank), tmp_path / "output", status=0)
     found = [one for one in findings_in(tmp_path / "run") if one.finding == "unequal_replicas"]
-    assert [(one.ranks, one.steps) for one in found] == ([((0, 1), (0, 5))] if kind == "bypassed" else [])
+    expected = {"bypassed": [(0, 5)], "own codebook": [(1, 11)]}.get(kind, [])
+    assert [(one.ranks, one.steps) for one in found] == [((0, 1), steps) for steps in expected]
+    assert kind != "own codebook" or found[0].names == ("0.mean",)
     assert all("although they were equal when the fit began" in one.explanation for one in found)
 
 
