@@ -284,3 +284,39 @@ def _crossed(
     sources = [site for one in of_targets if not (site := program.sites[one]).inputs and site.role != "argument"]
     is_of_batch = bool(sources) and all(site.phase == "data" for site in sources)
     return (predictions, targets) if is_of_model and is_of_batch else None
+
+
+_PRODUCTS = ("aten.addmm.", "aten.mm.", "aten.bmm.", "aten.baddbmm.", "aten.convolution.")
+_MIXED = ("bf16-mixed", "16-mixed")
+
+
+@of_one_process("op")
+def unused_precision(fit: FitFacts) -> Found | None:
+    """The Trainer's mixed precision has no effect: all matrix products and convolutions are in float32.
+
+    Example:
+        The precision is bf16-mixed, but the forward pass computes its 2 matrix products and
+        convolutions in float32, in steps 0 to 7. Check what disables autocast, or bypasses it: a
+        nested torch.autocast, a custom autograd function, or a compiler.
+    """
+    precision = str(fit.choice("trainer.precision"))
+    num_products, steps = 0, list[int]()
+    for program, records in fit.programs:
+        products = [at for at, site in outputs_of(program, *_PRODUCTS) if site.phase == "forward"]
+        entries = fit.layout(records[0]).entries
+        dtypes = {entry.dtype for at in products if (entry := entries[at]) is not None}
+        if program.leaves_out_ops or program.opaque_regions or dtypes - {"float32"}:
+            return None
+        num_products = max(num_products, len(products))
+        steps += [record.step for record in records] if products else []
+    if precision not in _MIXED or len(steps) < MIN_STEPS:
+        return None
+    return found_in(
+        fit,
+        steps=steps,
+        names=["trainer.precision"],
+        explanation=f"The precision is {precision}, but the forward pass computes its {num_products} matrix products "
+        f"and convolutions in float32, in {span(steps)}",
+        advice="Check what disables autocast, or bypasses it: a nested torch.autocast, a custom autograd function, or "
+        "a compiler",
+    )

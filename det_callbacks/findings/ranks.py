@@ -82,14 +82,19 @@ def unequal_replicas(fits: Fits) -> Found | None:
         return None
     # ranks of an unknown launcher may hold shards, of which only constants are equal when the fit begins
     is_known = strategy is not None or _began_equal(fits, fits[0].gradients)
-    weights = _differing(fits, [{name: fit.states[name] for name in fit.gradients} for fit in fits]) if is_known else {}
+    states = [{name: fit.states[name] for name in fit.gradients if name in fit.states} for fit in fits]
+    weights = {
+        name: steps
+        for name, steps in _differing(fits, states).items()
+        if is_known or _was_equal([state[name] for state in states], min(steps))
+    }
     buffers = _differing(fits, [_buffers_read(fit) for fit in fits])
     buffers = {name: steps for name, steps in buffers.items() if _began_equal(fits, [name])}
     differing = weights or buffers
     if not differing:
         return None
     steps = {step for known in differing.values() for step in known}
-    began = ", although they were equal when the fit began" if strategy is None or not weights else ""
+    began = ", although they were equal before" if strategy is None or not weights else ""
     stops = ". ReplicaAuditCallback stops at the first difference" if strategy is not None else ""
     of_weights = (
         "Their gradients are not averaged, or only one rank updates them: check for code that bypasses the wrapped "
@@ -120,6 +125,12 @@ def _differing(fits: Fits, series: Sequence[Mapping[str, Series]]) -> dict[str, 
         if len(known) == len(fits) and len(steps) >= MIN_STEPS:
             found[name] = steps
     return found
+
+
+def _was_equal(series: Sequence[Series], first: int) -> bool:
+    """Return whether a tensor changed in the steps before one, in the same way on all ranks, as no shards do."""
+    known = [one.digests[one.steps < first].tolist() for one in series]
+    return len(set(known[0])) >= MIN_STEPS and all(one == known[0] for one in known)
 
 
 def _buffers_read(fit: FitFacts) -> dict[str, Series]:

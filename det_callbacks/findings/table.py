@@ -11,6 +11,7 @@ from det_callbacks.findings.computation import (
     constant_output,
     softmax_twice,
     uninitialised_read,
+    unused_precision,
 )
 from det_callbacks.findings.data import equal_workers, repeated_batch, repeated_order
 from det_callbacks.findings.facts import fits_of
@@ -45,6 +46,7 @@ RULES: tuple[Rule, ...] = (
     frozen_parameter,
     softmax_twice,
     broadcast_loss,
+    unused_precision,
     constant_loss,
     constant_output,
     recomputation_differs,

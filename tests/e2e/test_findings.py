@@ -28,6 +28,7 @@ from findings_models import (
     EndsInEval,
     Forks,
     InEval,
+    InFloat32,
     NeverCleared,
     Padded,
     Plain,
@@ -153,6 +154,9 @@ GUILTY: Mapping[str, list[tuple[Training, tuple[int, ...], list[str]]]] = {
     "constant_loss": [
         (training(variant(Dead, training_step=lambda self, batch, _: self(batch[0]).square().mean())), (0, 7), ["loss"])
     ],
+    "unused_precision": [
+        (training(InFloat32, precision="bf16-mixed", level="op"), (0, 7), ["trainer.precision"]),
+    ],
     "constant_output": [(training(Dead, level="op"), (1, 7), ["act"])],
     "uninitialised_read": [(training(Padded, level="op"), (0, 7), ["aten.nan_to_num.default"])],
     "stale_state": [
@@ -200,6 +204,7 @@ INNOCENT: Mapping[str, Training] = {
     "adversarial": training(Adversarial, level="op"),
     "cleared to zero": training(ClearsToZero, level="op"),
     "bias before a norm": training(Scheduled, shuffled, max_epochs=8, accumulate_grad_batches=3, gradient_clip_val=0.1),
+    "mixed precision": training(Plain, precision="bf16-mixed", level="op"),
     "level module": training(Classifier, level="module"),
 }
 
@@ -332,7 +337,7 @@ def test_replicas_of_any_launcher_that_began_equal_and_drift_apart_are_found(kin
     expected = {"bypassed": [(0, 5)], "own codebook": [(1, 11)]}.get(kind, [])
     assert [(one.ranks, one.steps) for one in found] == [((0, 1), steps) for steps in expected]
     assert kind != "own codebook" or found[0].names == ("0.mean",)
-    assert all("although they were equal when the fit began" in one.explanation for one in found)
+    assert all("although they were equal before" in one.explanation for one in found)
 
 
 def test_every_finding_has_a_training_and_the_page_is_made_of_their_files():
