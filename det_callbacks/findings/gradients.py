@@ -198,11 +198,15 @@ def nothing_updated(fit: FitFacts) -> Found | None:
     gradients = [fit.gradients[name].since(since).steps.tolist() for name in names if name in fit.gradients]
     steps = {step for of_name in gradients for step in of_name}
     advice = ""
-    if not steps and fit.choice(FOLLOWED) is not None:  # there, each step ends with an update
+    before = {step for name in names if name in fit.gradients for step in fit.gradients[name].steps.tolist()}
+    earlier = {step for step in fit.steps_with_backward if step < since}
+    # otherwise, many steps may accumulate gradients
+    updates_each_step = fit.choice(FOLLOWED) is not None or (len(before) >= MIN_STEPS and before == earlier)
+    if not steps and updates_each_step:
         steps = {step for step in fit.steps_with_backward if step >= since}
         advice = (
-            "No parameter has a gradient when its optimizer updates it: call zero_grad after the update, or before "
-            "the backward pass, and make the optimizer of the parameters that the backward pass uses"
+            "No update used a gradient: call zero_grad after the update, or before the backward pass, update in each "
+            "step, and make the optimizer of the parameters that the backward pass uses"
         )
     elif _is_cleared(fit, since):
         advice = (
@@ -318,7 +322,7 @@ def _scale_of(program: Program, unscaled: Site) -> set[int]:
 
 
 def _is_clipped(program: Program, at: int, scale: set[int]) -> bool:
-    """Return whether an op limited a gradient: by its value, or by a factor that follows from norms of gradients.
+    """Return whether an op limited a gradient: by its value, or by a factor that depends on norms of gradients.
 
     A limit that Python computed from the scale is meant for scaled gradients.
     """

@@ -14,12 +14,14 @@ from det_callbacks.text import count, listed
 MIN_LATE_STEPS = 20  # of statistics that changed before: in fewer, a branch of the model may be unused by chance
 MIN_COPY_STEPS = 20  # after which an averaged copy was updated
 _STATISTICS = re.compile(r"(.*?)(?:running_mean|running_var)$")
+# likewise of spectral_norm: with its weights
+_UPDATED_IN_TRAINING = re.compile(rf"{_STATISTICS.pattern}|(.*)(?:weight_u|0\._u)$")
 _AVERAGED = re.compile(r"(?i)(?:^|[._])ema(?:$|[._])")
 
 
 @of_one_process("state")
 def stale_state(fit: FitFacts) -> Found | None:
-    """The statistics of a normalisation, or an averaged copy of the weights, stop changing, although weights change.
+    """The statistics or vectors of a normalisation, or a copy of the weights, stop changing, although weights change.
 
     Example:
         norm.running_mean and norm.running_var never changed in steps 0 to 7, although norm.weight
@@ -33,14 +35,16 @@ def _statistics(fit: FitFacts) -> Found | None:
     weights: dict[str, str] = {}  # statistics that no longer change -> a weight that does
     steps: set[int] = set()
     for name, series in fit.states.items():
-        match = _STATISTICS.match(name)
+        match = _UPDATED_IN_TRAINING.match(name)
         if match is None:
             continue
         still = series.after_last_change
         if len(still.steps) < (MIN_STEPS if series.is_constant else MIN_LATE_STEPS):
             continue
         # without trained weights, frozen statistics look like forgotten ones
-        trained = [f"{match[1]}{one}" for one in ("weight", "bias") if f"{match[1]}{one}" in fit.gradients]
+        prefix = match[1] if match[1] is not None else match[2]
+        weights_of = ("weight", "bias", "weight_orig", "original")
+        trained = [f"{prefix}{one}" for one in weights_of if f"{prefix}{one}" in fit.gradients]
         if trained and not fit.states[trained[0]].since(int(still.steps[0])).is_constant:
             weights[name] = trained[0]
             steps.update(still.steps.tolist())
