@@ -118,7 +118,7 @@ class MovedAfterWrapping(Replicated):
         super().build()
         if not self.is_fixed:
             for module in self.net.modules():
-                for name, parameter in list(module._parameters.items()):
+                for name, parameter in [*module.named_parameters(recurse=False)]:
                     setattr(module, name, nn.Parameter(parameter.detach().clone()))
 
 

@@ -8,8 +8,6 @@ from errors import ERRORS, train
 from torch.multiprocessing import start_processes
 
 from det_callbacks import compare_runs
-from det_callbacks.findings.table import find_findings
-from det_callbacks.runs.store import Run
 
 
 def record(name: str, folder: Path, *, is_fixed: bool) -> None:
@@ -29,11 +27,10 @@ def rows(names: list[str], folder: Path) -> list[tuple[str, str, str]]:
         (folder / name).mkdir()
         record(name, folder / name / "error", is_fixed=False)
         record(name, folder / name / "fixed", is_fixed=True)
-        runs = [Run.open(folder / name / arm) for arm in ("error", "fixed")]
-        with_error, fixed = ([one.finding for one in find_findings(run, ignored=())] for run in runs)
-        assert not fixed, (name, fixed)
         verdict = compare_runs(folder / name / "fixed", folder / name / "error")
-        found.append((name, ", ".join(with_error) or "-", verdict.cause or "-"))
+        of_fixed = compare_runs(folder / name / "error", folder / name / "fixed").findings
+        assert not of_fixed, (name, of_fixed)
+        found.append((name, ", ".join(one.finding for one in verdict.findings) or "-", verdict.cause or "-"))
         print("{:26} {:24} {}".format(*found[-1]), flush=True)
     return found
 

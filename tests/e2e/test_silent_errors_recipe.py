@@ -9,7 +9,7 @@ import pytest
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "silent_errors"
 README = (RECIPE / "README.md").read_text()
-ROWS = re.findall(r"(?m)^\| ([\w-]+) \| .* \| (`?[\w-]+`?) \| (`?[\w-]+`?) \|$", README)
+ROWS = re.findall(r"(?m)^\| ([a-z][\w-]+) \| .* \| (`?[\w-]+`?) \| (`?[\w-]+`?) \|$", README)
 
 
 def told(names: list[str]) -> list[list[str]]:
