@@ -216,9 +216,7 @@ def nothing_updated(fit: FitFacts) -> Found | None:
     elif fit.rates_since(since) == {0.0}:
         advice = "The learning rates of all parameter groups are 0: check the scheduler, and how often it steps"
     elif since == fit.records[0].step and fit.optimized.with_large_gradient:
-        advice = "Check the learning rates, code that restores the parameters, and their dtype: bfloat16 rounds a " + (
-            "small update away"
-        )
+        advice = "Check the learning rates, and the dtype: bfloat16 rounds a small update away"
     # without a reason, the training may have converged
     if len(steps) < MIN_UPDATES or not advice:
         return None
@@ -237,7 +235,7 @@ def _is_cleared(fit: FitFacts, since: int) -> bool:
     """Return whether all updates from a step on used gradients that an op set to zero after the backward pass."""
     is_cleared = list[bool]()
     for program, records in fit.programs:
-        used = [site for name, at in _updates(program).items() if (site := program.sites[at])]
+        used = [program.sites[at] for at in _updates(program).values()]
         if used and records[-1].step >= since:
             last = max((at for at, site in enumerate(program.sites) if site.phase == "backward"), default=0)
             is_cleared += [
@@ -294,14 +292,10 @@ def clipped_before_unscale(fit: FitFacts) -> Found | None:
     """
     names, steps = dict[str, None](), set[int]()
     for program, records in fit.programs:
-        clipped = dict.fromkeys(
-            (site.name or "").removeprefix(_GRADIENT)
-            for _, unscaled in outputs_of(program, _UNSCALES)
-            for at in unscaled.inputs
-            if (site := program.sites[at]) and _is_clipped(program, at, _scale_of(program, unscaled))
-        )
+        calls = {unscaled.inputs for _, unscaled in outputs_of(program, _UNSCALES)}
+        clipped = [name for inputs in sorted(calls) for name in _clipped(program, inputs)]
         if clipped:
-            names |= clipped
+            names |= dict.fromkeys(clipped)
             steps.update(record.step for record in records)
     if len(steps) < MIN_STEPS:
         return None
@@ -315,23 +309,20 @@ def clipped_before_unscale(fit: FitFacts) -> Found | None:
     )
 
 
-def _scale_of(program: Program, unscaled: Site) -> set[int]:
-    """Return the positions of the scale, and of what was computed from it for the unscaling."""
-    inputs = [at for at in unscaled.inputs if not (program.sites[at].name or "").startswith(_GRADIENT)]
-    return ancestors(program, inputs, phase="gradient")
-
-
-def _is_clipped(program: Program, at: int, scale: set[int]) -> bool:
-    """Return whether an op limited a gradient: by its value, or by a factor that depends on norms of gradients.
+def _clipped(program: Program, unscaled: Sequence[int]) -> list[str]:
+    """Return the gradients among the inputs of an unscaling that an op limited: by value, or by a factor from norms.
 
     A limit that Python computed from the scale is meant for scaled gradients.
     """
-    site = program.sites[at]
-    if site.phase != "gradient" or not (site.name or "").startswith(_GRADIENT):
-        return False
-    if any(one.op.startswith(_READS_NUMBER) and not scale.isdisjoint(one.inputs) for one in program.sites[:at]):
-        return False
-    if site.op.startswith(_CLAMPS):
-        return True
-    factors = [one for one in site.inputs if not (program.sites[one].name or "").startswith(_GRADIENT)]
-    return any("norm" in program.sites[one].op for one in ancestors(program, factors, phase="gradient"))
+    named = {at: name for at in unscaled if (name := program.sites[at].name or "").startswith(_GRADIENT)}
+    scale = ancestors(program, {*unscaled} - named.keys(), phase="gradient")
+    reads = (at for at, site in enumerate(program.sites) if site.op.startswith(_READS_NUMBER))
+    first_read = next((at for at in reads if not scale.isdisjoint(program.sites[at].inputs)), len(program))
+    written = [at for at in named if program.sites[at].phase == "gradient" and at < first_read]
+    return [named[at].removeprefix(_GRADIENT) for at in written if _limits(program, program.sites[at])]
+
+
+def _limits(program: Program, site: Site) -> bool:
+    factors = [at for at in site.inputs if not (program.sites[at].name or "").startswith(_GRADIENT)]
+    from_norms = any("norm" in program.sites[at].op for at in ancestors(program, factors, phase="gradient"))
+    return from_norms or site.op.startswith(_CLAMPS)
