@@ -95,7 +95,7 @@ def _teachers(fit: FitFacts) -> Found | None:
         match = _STATISTICS.match(name)
         weight = f"{match[1]}weight" if match is not None else ""
         stays = series.is_constant and len(series.steps) >= MIN_COPY_STEPS
-        is_moved_copy = weight not in fit.gradients and _moves(fit.states.get(weight)) and _has_trained_twin(fit, name)
+        is_moved_copy = weight not in fit.gradients and _moves(fit.states.get(weight))
         if stays and is_moved_copy and all(name in read for read in readers):
             names[name] = weight
             steps.update(series.steps.tolist())
@@ -104,17 +104,6 @@ def _teachers(fit: FitFacts) -> Found | None:
         names,
         steps,
         "The forward pass reads them: average the buffers of the copy too, or copy them from the model",
-    )
-
-
-def _has_trained_twin(fit: FitFacts, name: str) -> bool:
-    """Return whether statistics of a trained module move that began with the bits of these."""
-    kind = name.rpartition(".")[2]
-    twins = [one for one in fit.states if one != name and one.endswith(kind) and _STATISTICS.match(one)]
-    initial = fit.initial_digests
-    return any(
-        initial[one] == initial[name] and _moves(fit.states[one]) and f"{one.removesuffix(kind)}weight" in fit.gradients
-        for one in twins
     )
 
 

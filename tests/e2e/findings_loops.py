@@ -118,10 +118,10 @@ class Converges(StopsTraining):
     """Its gradients become rounding errors, which change nothing."""
 
     still = range(0)
-    num_steps = 60
+    num_steps = 200
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.model.parameters(), lr=0.5)
+        return torch.optim.SGD(self.model.parameters(), lr=0.1)
 
     def build(self) -> None:
         super().build()
@@ -269,6 +269,22 @@ def recomputed(**attributes: Any) -> Training:
 # state
 
 
+class HalfOpen(nn.Module):
+    """A gate that gives 0.5 of any input, by rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Sigmoid()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs * self.gate(inputs * 1e-12)
+
+
+class Gated(Task):
+    def build(self) -> None:
+        self.model = Net(HalfOpen())
+
+
 class Distils(Task):
     """Distils an averaged copy of the model, in eval mode, whose buffers stay."""
 
@@ -303,13 +319,12 @@ class FineTunes(Task):
 
     num_steps = 24
     frozen = "backbone"
-    is_in_eval = False
+    is_in_eval, holds_linear = False, True
 
     def build(self) -> None:
-        backbone = nn.Sequential()
-        backbone.add_module("linear", nn.Linear(FEATURES, 16))
+        self.model, backbone = nn.Sequential(), nn.Sequential()
+        (backbone if self.holds_linear else self.model).add_module("linear", nn.Linear(FEATURES, 16))
         backbone.add_module("norm", nn.BatchNorm1d(16))
-        self.model = nn.Sequential()
         self.model.add_module("backbone", backbone)
         self.model.add_module("last", nn.Linear(16, CLASSES))
         self.model.get_submodule(self.frozen).requires_grad_(False).train(not self.is_in_eval)
@@ -406,6 +421,7 @@ GUILTY_LOOPS: dict[str, list[tuple[Training, tuple[int, ...], list[str]]]] = {
 
 INNOCENT_LOOPS: dict[str, Training] = {
     "plain loop": variant(Task),
+    "a gate that is half open": variant(Gated),
     "a long warmup from zero": variant(WarmsUp),
     "converged": variant(Converges),
     "checkpointed without reentrance": variant(NotCut),
@@ -423,6 +439,7 @@ INNOCENT_LOOPS: dict[str, Training] = {
     "an average that does not run": variant(Distils, runs=False),
     "a backbone in eval mode": variant(FineTunes, is_in_eval=True),
     "only a norm is frozen": variant(FineTunes, frozen="backbone.norm"),
+    "a frozen part that is a norm": variant(FineTunes, holds_linear=False),
     "autocast in each step": variant(CastsOnce, in_each_step=True),
     "copies of the initial weights": variant(NearItsStart),
     "noise of a generator that is put back": variant(PutsBack),

@@ -50,6 +50,7 @@ from trainers import LIGHTNING_ADVICE, quiet_trainer
 
 from det_callbacks import DeterminismCallback, ObserverContext, SelectionError, TrainingRun, compare_runs, observe
 from det_callbacks.cli import main
+from det_callbacks.findings.facts import fits_of
 from det_callbacks.findings.table import RULES, find_findings
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Finding, Verdict
@@ -234,6 +235,16 @@ def test_a_training_that_has_it_is_found(word, number, tmp_path):
 @pytest.mark.parametrize("name", ALL_INNOCENT)
 def test_the_nearest_innocent_training_is_not_accused(name, tmp_path):
     assert findings_in(ALL_INNOCENT[name](tmp_path / "run")) == []
+
+
+def test_gradients_are_measured_only_if_a_parameter_does_not_change(tmp_path):
+    measured = {
+        model: fit.optimized.with_large_gradient
+        for model in (Plain, SlowHead)
+        for (fit,) in fits_of(Run.open(record(tmp_path / model.__name__, model, shuffled)))
+    }
+    assert measured[Plain] == []
+    assert {"last.weight", "first.weight"} <= {*measured[SlowHead]}
 
 
 # torch 2.15 reads memory that it did not write (its issue 176254)
