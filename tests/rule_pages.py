@@ -69,8 +69,8 @@ def pages() -> dict[str, str]:
     rules = cause_rules()
     rows = [f"{name_of(rule)} | {' or '.join(f'`{cause}`' for cause in causes_of(rule))}" for rule in rules]
     found = {"causes": page(CAUSES, rules, [name_of(rule).capitalize() for rule in rules], rows)}
-    names = [rule.NAME for rule in findings.RULES]
-    rows = [f"[`{rule.NAME}`](#{rule.NAME}) | `{rule.LEVEL}`" for rule in findings.RULES]
+    names = [rule.name for rule in findings.RULES]
+    rows = [f"[`{rule.name}`](#{rule.name}) | `{rule.level}`" for rule in findings.RULES]
     return {**found, "findings": page(FINDINGS, findings.RULES, names, rows)}
 
 

@@ -13,6 +13,7 @@ from det_callbacks.compare.arguments import ArgumentDifference, other_arguments
 from det_callbacks.digest.host import format_digest
 from det_callbacks.runs.program import (
     AT_END,
+    HOST_GENERATORS,
     IN_FLIGHT,
     MISSES_PARAMETERS,
     PASSED,
@@ -51,7 +52,6 @@ _BEFORE_OPS = ("state", "data", "rng", "input")
 _READ_UNSEEN = ("int", "float", "bool", "int32", "int64")
 """Data types whose values Python or C++ may read without an op: Python's own numbers, and lengths and sizes in tensors
 (``Tensor.tolist``, NumPy, the ``batch_sizes`` of a native LSTM). A site does not record whether it is on the host."""
-_HOST_GENERATORS = ("python", "numpy")
 
 MAX_DESCRIBED = 100
 """How many divergences and origins of a step are described; all are counted."""
@@ -410,7 +410,7 @@ class StepDifference:
         return [row for row in rows if self.site(row).part == AT_END]
 
     def _is_of_host(self, row: int) -> bool:
-        return self.site(row).of in _HOST_GENERATORS
+        return self.site(row).of in HOST_GENERATORS
 
     def _begin_row(self, row: int) -> int:
         """Return the row of a generator at the start of the step, given its row at the end."""
@@ -440,18 +440,20 @@ class StepDifference:
 def recomputed_otherwise(view: StepView) -> int | None:
     """Return the first output that activation checkpointing computed again with other bits than before, or None.
 
-    Its first executions are the calls of the same op in the same module, with the same arguments; a module may be
-    called several times, and backward runs them in reverse.
+    Its first executions are the calls of the same op on the same line of the same module before the backward pass,
+    with the same arguments; a module may be called several times, and backward runs them in reverse.
     """
     first_runs: defaultdict[Hashable, set[int]] = defaultdict(set)
     again: list[tuple[int, Hashable]] = []
     digests = view.record.digests.tolist()
     for position, (site, entry) in enumerate(zip(view.program.sites, view.layout.entries, strict=True)):
-        if site.op and site.role == "output" and site.name is None:
-            key = site.module, site.op, site.output, site.arguments, entry
+        if site.op and site.role == "output" and site.name is None and entry is not None:
+            # the detail, which parts of its inputs it reads, is only known of forward ops
+            made = site.output, entry.dtype, entry.shape
+            key = site.module, site.op, site.arguments, site.source[:1], made
             if site.recomputed:
                 again.append((position, key))
-            else:
+            elif site.phase != "backward":
                 first_runs[key].add(digests[position])
     return next((at for at, key in again if key in first_runs and digests[at] not in first_runs[key]), None)
 
@@ -475,7 +477,7 @@ def _readable_sites(program: Program) -> np.ndarray:
     """Return, bool by position, whether Python may read it: a number, the batch, Python's generators."""
     is_readable: np.ndarray = (program.roles == "value") | (program.phases == "data")
     for position in np.flatnonzero(program.roles == "generator").tolist():
-        is_readable[position] |= program.sites[position].of in _HOST_GENERATORS and not program.sites[position].part
+        is_readable[position] |= program.sites[position].of in HOST_GENERATORS and not program.sites[position].part
     return is_readable
 
 

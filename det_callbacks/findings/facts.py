@@ -34,7 +34,7 @@ MIN_STEPS = 5  # that must show a finding
 MIN_BATCHES = 3  # different ones among them
 
 _MOMENTS = frozenset({LOADER, BATCH_START, AFTER_FORWARD})
-_KINDS = NAMES | {"indices"}
+_KINDS = NAMES | {"indices", "start", "option"}
 
 SiteKey = Callable[[Site], str | None]
 
@@ -75,6 +75,15 @@ class Drawn:
     def indices(self) -> list[int]:
         """The first indices."""
         return [int(index) for index in json.loads(self.text or "[]")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizedParameters:
+    """Names of parameters that were always trainable; none if the recording has no such evidence."""
+
+    by_optimizer: Mapping[str, list[str]]  # "optimizer 0" -> its parameters
+    without_optimizer: list[str]  # parameters with a gradient that are never in an optimizer
+    with_large_gradient: list[str]  # parameters whose gradient exceeded rounding in one of the first updates
 
 
 class FitFacts:
@@ -143,6 +152,12 @@ class FitFacts:
         return self.series(lambda site: site.name if site.phase == "state" and site.role == "named" else None)
 
     @cached_property
+    def initial_digests(self) -> dict[str, int]:
+        """The first digest of each parameter, buffer and optimizer state: when the fit begins."""
+        first = self.series(lambda site: site.name if site.phase == "state" else None, takes_first=True)
+        return {name: int(series.digests[0]) for name, series in first.items()}
+
+    @cached_property
     def gradients(self) -> dict[str, Series]:
         """The gradients of each update, by the name of their parameter."""
         return self.series(lambda site: _parameter_of(site) if site.phase == "gradient" else None)
@@ -156,6 +171,13 @@ class FitFacts:
             if chosen:
                 found += [(record.step, record.epoch, record.digests[chosen].tobytes()) for record in records]
         return sorted(found)
+
+    @cached_property
+    def steps_with_backward(self) -> list[int]:
+        """The steps in which the loss started a backward pass."""
+        return [
+            record.step for program, records in self.programs if any(map(is_loss, program.sites)) for record in records
+        ]
 
     @property
     def num_batches(self) -> int:
@@ -173,6 +195,37 @@ class FitFacts:
                 if row.step >= end:
                     break
                 found.append(row)
+        return found
+
+    @cached_property
+    def optimized(self) -> OptimizedParameters:
+        always: dict[str, list[str]] = {}
+        last: dict[str, list[str]] = {}
+        for row in self.rows:
+            if row.kind not in NAMES:
+                continue
+            names: list[str] = json.loads(row.text or "[]")
+            if row.kind in ("trained", "untrained"):
+                always[row.of] = [name for name in always.get(row.of, names) if name in {*names}]
+            else:
+                last[row.kind] = names
+        in_none = {*always.pop("", ())}
+        return OptimizedParameters(
+            by_optimizer={f"optimizer {number}": names for number, names in always.items()},
+            without_optimizer=[name for name in last.get("untrained_with_gradient", ()) if name in in_none],
+            with_large_gradient=last.get("large_gradient", []),
+        )
+
+    def rates_since(self, step: int) -> set[float]:
+        """Return all learning rates in force from a step on."""
+        rates: dict[tuple[str, str], float] = {}
+        found = set[float]()
+        for row in self.rows:
+            if row.kind == "option" and row.part.startswith("lr of "):
+                rates[row.of, row.part] = json.loads(row.text)
+                found |= {rates[row.of, row.part]} if row.step > step else set()
+            if row.step <= step:
+                found = {*rates.values()}
         return found
 
     @cached_property
@@ -208,6 +261,16 @@ class FitFacts:
             if row.moment == point and row.kind == "generator":
                 found.setdefault(row.of, {})[row.step] = row.value
         return found
+
+    @cached_property
+    def constants(self) -> set[str]:
+        """The parameters and buffers whose elements are all equal when the fit begins."""
+        return {name for row in self.rows if row.kind == "constants" for name in json.loads(row.text)}
+
+    @cached_property
+    def generator_starts(self) -> dict[str, int]:
+        """The states of generators when the fit begins, by name."""
+        return {row.of: row.value for row in self.rows if row.kind == "start"}
 
     @cached_property
     def has_equal_samples(self) -> bool:
@@ -256,6 +319,13 @@ def _joined(parts: list[tuple[np.ndarray, np.ndarray]]) -> Series:
     steps, digests = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     order = np.argsort(steps, kind="stable")
     return Series(steps=steps[order], digests=digests[order])
+
+
+def is_loss(site: Site) -> bool:
+    """Return whether a site is a loss that started a backward pass of the step."""
+    if site.phase != "forward" or site.role != "named" or site.op or site.module or site.name is None:
+        return False
+    return site.name == "loss" or site.name.startswith("loss[")
 
 
 def _parameter_of(site: Site) -> str | None:

@@ -1,11 +1,11 @@
-"""The parts of each finding's file."""
+"""The parts of a finding."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from det_callbacks.findings.facts import FitFacts
-from det_callbacks.runs.selection import Level as Level
+from det_callbacks.runs.selection import Level
 
 Fits: TypeAlias = Sequence[FitFacts]
 """The same fit of all processes."""
@@ -22,32 +22,40 @@ class Found:
     advice: str
 
 
-class Rule(Protocol):
-    """A module with a word, the lowest level that records what it needs, and a function.
+class Rule:
+    """A finding: its name, the lowest level that records what it needs, and a function.
 
-    The first paragraph of the module's docstring says when the finding applies. After "Example:" comes a whole
-    message, which a test compares with that of a real training. ``make findings`` writes both to
-    ``docs/reference/findings.md``.
+    The first paragraph of the docstring says when the finding applies. After "Example:" comes a whole message, which
+    a test compares with that of a real training. ``make findings`` writes both to ``docs/reference/findings.md``.
     """
 
-    NAME: str
-    LEVEL: Level
+    def __init__(self, look: Callable[..., Found | None], level: Level, *, is_of_ranks: bool) -> None:
+        self.name = look.__name__
+        self.level = level
+        self.is_of_ranks = is_of_ranks
+        self.__doc__ = look.__doc__
+        self._look = look
 
-    def find(self, fits: Fits, /) -> Found | None:
-        """Return where the finding applies, or None if it does not, or if the recording lacks the facts."""
+    def find(self, fits: Fits) -> Found | None:
+        """Return where the finding applies, or None if it does not, or if the recording lacks the facts.
 
-
-def of_one_process(look: Callable[[FitFacts], Found | None]) -> Callable[[Fits], Found | None]:
-    """Make a rule from a look at one process: its first finding, with the ranks and names of all that have it."""
-
-    def find(fits: Fits) -> Found | None:
-        found = [one for fit in fits if (one := look(fit)) is not None]
+        A finding of one process is the first process's, with the ranks and names of all that have it.
+        """
+        if self.is_of_ranks:
+            return self._look(fits)
+        found = [one for fit in fits if (one := self._look(fit)) is not None]
         if not found:
             return None
         names = dict.fromkeys(name for one in found for name in one.names)
         return replace(found[0], ranks=tuple(rank for one in found for rank in one.ranks), names=tuple(names))
 
-    return find
+
+def of_one_process(level: Level) -> Callable[[Callable[[FitFacts], Found | None]], Rule]:
+    return lambda look: Rule(look, level, is_of_ranks=False)
+
+
+def of_ranks(level: Level) -> Callable[[Callable[[Fits], Found | None]], Rule]:
+    return lambda look: Rule(look, level, is_of_ranks=True)
 
 
 def found_in(*fits: FitFacts, steps: Iterable[int], names: Iterable[str], explanation: str, advice: str) -> Found:

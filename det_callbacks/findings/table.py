@@ -5,24 +5,28 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from det_callbacks.errors import SelectionError
-from det_callbacks.findings import (
+from det_callbacks.findings.computation import (
+    broadcast_loss,
     constant_loss,
     constant_output,
-    equal_ranks,
-    equal_workers,
+    softmax_twice,
+    uninitialised_read,
+    unused_precision,
+)
+from det_callbacks.findings.data import equal_workers, repeated_batch, repeated_order
+from det_callbacks.findings.facts import fits_of
+from det_callbacks.findings.generators import recomputation_differs, reseeded
+from det_callbacks.findings.gradients import (
+    clipped_before_unscale,
     frozen_parameter,
     no_gradient,
     not_in_optimizer,
-    repeated_batch,
-    repeated_order,
-    reseeded,
-    stale_state,
+    nothing_updated,
     uncleared_gradient,
-    unequal_replicas,
-    uninitialised_read,
 )
-from det_callbacks.findings.facts import fits_of
+from det_callbacks.findings.ranks import equal_ranks, unequal_replicas
 from det_callbacks.findings.rule import Fits, Found, Rule
+from det_callbacks.findings.state import moving_statistics, stale_copy, stale_state
 from det_callbacks.runs.store import Run
 from det_callbacks.text import ranks_text
 from det_callbacks.verdict import Finding
@@ -34,14 +38,22 @@ RULES: tuple[Rule, ...] = (
     equal_ranks,
     unequal_replicas,
     reseeded,
+    nothing_updated,
     not_in_optimizer,
     no_gradient,
     uncleared_gradient,
+    clipped_before_unscale,
     frozen_parameter,
+    softmax_twice,
+    broadcast_loss,
+    unused_precision,
     constant_loss,
     constant_output,
+    recomputation_differs,
     uninitialised_read,
     stale_state,
+    moving_statistics,
+    stale_copy,
 )
 
 _OPTION = "ignore_findings"
@@ -55,7 +67,7 @@ def find_findings(run: Run, ignored: Collection[str] | None = None) -> tuple[Fin
     """
     known = ignored_findings() if ignored is None else ignored
     fits = fits_of(run)
-    findings = (_finding(rule, run, fits) for rule in RULES if rule.NAME not in known)
+    findings = (_finding(rule, run, fits) for rule in RULES if rule.name not in known)
     return tuple(finding for finding in findings if finding is not None)
 
 
@@ -70,10 +82,9 @@ def _finding(rule: Rule, run: Run, fits: Sequence[Fits]) -> Finding | None:
 
 def _as_finding(rule: Rule, run: Run, found: Found, segment: int) -> Finding:
     place = f"In segment {segment}: " if segment else ""
-    names_ranks = rule in (equal_ranks, unequal_replicas)
-    ranks = f", on {ranks_text(found.ranks)}" if run.manifest.world_size > 1 and not names_ranks else ""
+    ranks = f", on {ranks_text(found.ranks)}" if run.manifest.world_size > 1 and not rule.is_of_ranks else ""
     return Finding(
-        finding=rule.NAME,
+        finding=rule.name,
         explanation=f"{place}{found.explanation}{ranks}. {found.advice}.",
         ranks=found.ranks,
         steps=found.steps,
@@ -94,7 +105,7 @@ def ignored_findings() -> frozenset[str]:
         given = tomllib.loads(file.read_text(encoding="utf-8"))["tool"]["det_callbacks"][_OPTION]
     except (ValueError, LookupError, TypeError):  # Python's tools refuse such a file
         return frozenset()
-    words = [rule.NAME for rule in RULES]
+    words = [rule.name for rule in RULES]
     unknown = [word for word in given if word not in words] if isinstance(given, list) else [given]
     if unknown:
         raise SelectionError(

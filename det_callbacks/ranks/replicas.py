@@ -134,13 +134,12 @@ def replicated_state(
     *,
     everybody: Sequence[int],
     ddp_ignores: Collection[str] = (),
-    has_own_buffers: bool = False,
     ignore: Sequence[str] = (),
 ) -> ReplicatedState:
     """Return the parameters, buffers and optimizer state that must be equal, without reading them.
 
-    Each rank of ``everybody`` has a replica of unsharded tensors; ``has_own_buffers`` is DDP's
-    ``broadcast_buffers=False``. Running statistics are included only for ``SyncBatchNorm``.
+    Each rank of ``everybody`` has a replica of unsharded tensors. Running statistics are included only for
+    ``SyncBatchNorm``.
     """
     everyone = tuple(sorted(everybody))
     tensors, left_out = state = ReplicatedState({}, Counter())
@@ -167,7 +166,7 @@ def replicated_state(
     synchronised = {name for name, child in module.named_modules() if isinstance(child, nn.SyncBatchNorm)}
     for name, buffer in module.named_buffers():
         owner, _, last = name.rpartition(".")
-        reason = "own buffer" if has_own_buffers else None
+        reason = None
         if name in ddp_ignores:
             reason = "ignored by DDP"
         elif last in ("running_mean", "running_var") and owner not in synchronised:

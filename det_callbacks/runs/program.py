@@ -49,6 +49,7 @@ SubjectKind = Literal[
 ]
 """What a site is of."""
 
+HOST_GENERATORS = ("python", "numpy")
 AT_END, PASSED = "at the end", "passed"  # parts of generators
 _FURTHER = re.compile(r"state of (.*?): (.*)", re.DOTALL)
 _AFTER_STEP, _ON = " after the step", "generator on "

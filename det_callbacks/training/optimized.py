@@ -11,12 +11,13 @@ from torch.optim import Optimizer
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.internals.torch import PARAMETERS as HELD_PARAMETERS
 from det_callbacks.runs.evidence import EvidenceKind
+from det_callbacks.runs.steps import StepTrace
 from det_callbacks.trace.op.components import PLAIN
 from det_callbacks.trace.state.generators import Ledger
 from det_callbacks.trace.state.optimizers import parameters_of
 from det_callbacks.trace.state.walker import StateWalker
 
-MAX_UPDATES = 8  # with measurements, each a pass over the gradients
+NUM_UPDATES = 3  # in which a trained parameter changes; if one does not, as many measurements of gradients follow
 # A smaller share of the largest gradient may be a rounding error, as for a bias before a BatchNorm.
 MIN_SHARE, MIN_EPSILONS = 1e-4, 16
 
@@ -25,7 +26,7 @@ class OptimizedParameters:
     """Notes the trainable parameters of each optimizer, and which other parameters get gradients.
 
     It lists them at the start of an epoch. A step checks only parameters without an optimizer that had no
-    gradient yet.
+    gradient yet. It measures gradients, each a pass over them, only if the first updates leave a parameter as it was.
     """
 
     def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer], ledger: Ledger) -> None:
@@ -37,6 +38,8 @@ class OptimizedParameters:
         self._names: dict[int, str] = {}
         self._measured: dict[str, None] = {}
         self._num_updates = 0
+        self._num_compared = self._num_measured = 0
+        self._unchanged: dict[str, int] | None = None  # digests of those that no update has changed
         # machine epsilon by name, largest elements
         self._fetched: list[tuple[dict[str, float], Tensor]] = []
 
@@ -61,16 +64,19 @@ class OptimizedParameters:
         self._noted = found
 
     def measure_gradients(self) -> None:
-        """Measure the gradients of the first updates, without waiting for the device."""
+        """Measure gradients if one is of a parameter that does not change, without waiting for the device."""
         self._num_updates += 1
-        if self._num_updates > MAX_UPDATES:
+        if self._num_compared <= NUM_UPDATES or not self._unchanged or self._num_measured == NUM_UPDATES:
             return
+        self._num_measured += 1
         held = [one for optimizer in self._optimizers for one in parameters_of(optimizer)]
         by_device: dict[torch.device, dict[str, Tensor]] = {}
         for parameter in held:
             name, gradient = self._names.get(id(parameter)), parameter.grad
             if name is not None and _is_measured(gradient):
                 by_device.setdefault(gradient.device, {})[name] = gradient
+        if not any(name in self._unchanged for gradients in by_device.values() for name in gradients):
+            return
         with unobserved(), torch.no_grad():
             for gradients in by_device.values():
                 largest = torch.stack([gradient.abs().max().float() for gradient in gradients.values()])
@@ -89,6 +95,23 @@ class OptimizedParameters:
         if not self._measured.keys() >= {*beyond}:
             self._measured |= dict.fromkeys(beyond)
             self._note("large_gradient", "", [*self._measured])
+
+    def compare_state(self, trace: StepTrace) -> None:
+        """Compare the parameters after one of the first updates with those after the update before it."""
+        if not self._num_updates or self._num_compared > NUM_UPDATES:
+            return
+        self._num_updates = 0
+        self._num_compared += 1
+        last = len(trace.program) - 1
+        held = dict[str, int]()
+        # the state, and the generators after it, end each step
+        while last >= 0 and (site := trace.program.rows[last].site).phase in ("state", "rng"):
+            if site.name is not None:
+                held[site.name] = int(trace.digests[last])
+            last -= 1
+        known = {name: held[name] for name in self._names.values() if name in held}
+        before = self._unchanged if self._unchanged is not None else known
+        self._unchanged = {name: digest for name, digest in known.items() if before.get(name) == digest}
 
     def end_step(self) -> None:
         found = [name for name, parameter in self._others.items() if parameter.grad is not None]

@@ -290,6 +290,7 @@ class TracedSession(Session):
                 f"Step {step} could not be traced, because the training step left a dispatch mode open, so nothing "
                 f"after step {step - 1} can be recorded or verified. Close that mode inside the training step."
             )
+        self._optimized.compare_state(trace)
         self._is_first = False
         return self._add(trace, step=step, epoch=epoch)
 

@@ -123,7 +123,6 @@ class Training:
         if (ddp := self.ddp) is not None:
             options["everybody"] = dist.get_process_group_ranks(ddp.process_group)
             options["ddp_ignores"] = ddp.parameters_to_ignore
-            options["has_own_buffers"] = not ddp.broadcast_buffers
         return replicated_state(self.module, self.optimizers, **options)
 
     def require_replicas(self) -> None:

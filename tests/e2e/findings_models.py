@@ -57,6 +57,12 @@ class Forks(Classifier):
         return super().training_step((batch[0] + noise, batch[1]), batch_idx)
 
 
+class InFloat32(Plain):
+    def forward(self, inputs: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(inputs)
+
+
 class WithoutHead(Plain):
     is_trained = True
 

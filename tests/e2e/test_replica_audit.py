@@ -77,9 +77,15 @@ def test_what_agrees_again_has_differed_and_what_differs_by_design_has_not(tmp_p
     for said in (
         "ignored by DDP (1)",
         "ignored (4)",  # with its state
-        "own buffer (1)",
     ):
         assert said in ended[0].output
+
+
+def test_a_buffer_that_ddp_does_not_broadcast_is_compared(tmp_path):
+    audit, strategy = ReplicaAuditCallback(1, "collect"), DDPStrategy(broadcast_buffers=False)
+    ended = fit(tmp_path, audit, model=partial(Faulty, "buffer"), strategy=strategy, status=1)
+    assert "differ after step 2: 1 tensor on 2 ranks" in ended[1].output
+    assert "  scale: " in ended[1].output
 
 
 def test_a_recording_of_drifting_replicas_is_no_reference_and_a_verdict_says_more(tmp_path):

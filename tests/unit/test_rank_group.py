@@ -155,12 +155,13 @@ def test_what_is_left_out_is_counted():
     optimizer = torch.optim.AdamW(network.parameters())
     network(torch.ones(2, 4)).sum().backward()
     optimizer.step()
-    options = {"ddp_ignores": {"body.bias"}, "has_own_buffers": True, "ignore": ["head.*"]}
+    options = {"ddp_ignores": {"body.bias"}, "ignore": ["head.*"]}
     state = replicated_state(network, [optimizer], everybody=range(2), **options)
     kinds = ("step", "exp_avg", "exp_avg_sq")
     compared = ["body.weight", "norm.weight", "norm.bias"]
-    assert [*state.tensors] == [*compared, *(f"{kind} of {name}" for name in compared for kind in kinds)]
-    assert state.left_out == {"ignored by DDP": 4, "ignored": 8, "running statistic": 2, "own buffer": 2}
+    buffers = ["scale", "norm.num_batches_tracked"]
+    assert [*state.tensors] == [*compared, *buffers, *(f"{kind} of {name}" for name in compared for kind in kinds)]
+    assert state.left_out == {"ignored by DDP": 4, "ignored": 8, "running statistic": 2}
     for other in (others := [torch.optim.Adam(network.head.parameters()) for _ in range(2)]):
         other.state[network.head.bias] = {"step": 1}
     names = [*replicated_state(network, others, everybody=range(2)).tensors]

@@ -23,8 +23,8 @@ class ReplicaAuditCallback(Replicas, Callback):
 
     It compares digests of replicated state: under DDP all parameters, buffers and optimizer state; for
     DTensors (FSDP2, tensor parallelism) the parts replicated along a dimension of the mesh. It skips,
-    and counts in its output, shards of one rank, running statistics of batch norm, buffers under
-    ``broadcast_buffers=False``, and tensors that DDP ignores. An audit costs a pass over the state, and
+    and counts in its output, shards of one rank, running statistics of batch norm, and tensors that
+    DDP ignores; it compares buffers whether or not DDP broadcasts them. An audit costs a pass over the state, and
     exchanges a few bytes in a separate gloo group.
     ``DeterminismCallback(audit_replicas_every_n_steps=...)`` does the same.
 
