@@ -240,9 +240,13 @@ def gather_window(rows: Iterable[EvidenceRow], *, since: int | None) -> Window |
         elif row.kind == "scripted":
             scripted = tuple(json.loads(row.text or "[]"))
         elif row.kind == "option":
-            if part in options:
-                changed.add(part)
-            options[part] = (row.step, row.text)
+            for index, value in enumerate(json.loads(row.text)):
+                of_group, text = (row.of, f"{row.part} of group {index}"), json.dumps(value)
+                if of_group not in options:
+                    options[of_group] = (row.step, text)
+                elif options[of_group][1] != text:
+                    options[of_group] = (row.step, text)
+                    changed.add(of_group)
         elif row.kind == "trained":
             optimizers[row.of] = tuple(json.loads(row.text or "[]"))
         elif row.kind in _RECENT:

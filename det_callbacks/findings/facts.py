@@ -218,14 +218,14 @@ class FitFacts:
 
     def rates_since(self, step: int) -> set[float]:
         """Return all learning rates in force from a step on."""
-        rates: dict[tuple[str, str], float] = {}
+        rates: dict[str, set[float]] = {}  # of each optimizer
         found = set[float]()
         for row in self.rows:
-            if row.kind == "option" and row.part.startswith("lr of "):
-                rates[row.of, row.part] = json.loads(row.text)
-                found |= {rates[row.of, row.part]} if row.step > step else set()
+            if (row.kind, row.part) == ("option", "lr"):
+                rates[row.of] = {rate for rate in json.loads(row.text) if rate is not None}
+                found |= rates[row.of] if row.step > step else set()
             if row.step <= step:
-                found = {*rates.values()}
+                found = set[float]().union(*rates.values())
         return found
 
     @cached_property
@@ -325,7 +325,7 @@ def is_loss(site: Site) -> bool:
     """Return whether a site is a loss that started a backward pass of the step."""
     if site.phase != "forward" or site.role != "named" or site.op or site.module or site.name is None:
         return False
-    return site.name == "loss" or site.name.startswith("loss[")
+    return site.is_loss
 
 
 def _parameter_of(site: Site) -> str | None:

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from det_callbacks.errors import DetCallbacksError, NothingComparedError, SelectionError
 from det_callbacks.integrations.command import claim_run, read_arguments, report_to_command, withdraw_claim
-from det_callbacks.integrations.loop import TrainingRun, unwrapped
+from det_callbacks.integrations.loop import TrainingRun
 from det_callbacks.integrations.seen import Seen
 from det_callbacks.integrations.torch_models import SeveralModels, models_of
 from det_callbacks.internals.torch import memory_address
@@ -25,6 +25,7 @@ from det_callbacks.trace.state.leaves import flatten
 from det_callbacks.trace.state.optimizers import parameters_of
 from det_callbacks.training.draws import DrawnLoader
 from det_callbacks.training.fits import take_unfinished
+from det_callbacks.training.training import unwrapped
 
 
 class FollowedLoop(TrainingRun):

@@ -19,9 +19,8 @@ from typing_extensions import override
 
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import NothingComparedError, SelectionError, SettingsError
-from det_callbacks.internals.dynamo import ORIGINAL
 from det_callbacks.internals.replaced import ReplacedMethods
-from det_callbacks.internals.torch import BACKWARD, BUFFERS, CHILDREN, MAKES_SCALE, PARAMETERS, graph_task_id
+from det_callbacks.internals.torch import BACKWARD, BUFFERS, MAKES_SCALE, PARAMETERS, graph_task_id
 from det_callbacks.observers.observations import REGISTRY
 from det_callbacks.runs.metrics import LOG, RESUMED, Metric, Reading
 from det_callbacks.trace.dispatch import runs_uncompiled
@@ -32,23 +31,9 @@ from det_callbacks.training.draws import Draws
 from det_callbacks.training.following import FollowedRun
 from det_callbacks.training.held_generators import find_generators
 from det_callbacks.training.metrics import generator_states, metric_of
-from det_callbacks.training.training import LoaderFollower, Training
+from det_callbacks.training.training import LoaderFollower, Training, inside, unwrapped
 
 _Batch = TypeVar("_Batch")
-
-
-def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module inside DDP and compilation wrappers; names are relative to it."""
-    while (inside := _inside(module)) is not module:
-        module = inside
-    return module
-
-
-def _inside(module: nn.Module) -> nn.Module:
-    if isinstance(module, DistributedDataParallel):
-        inside: nn.Module = module.module
-        return inside
-    return getattr(module, ORIGINAL) if ORIGINAL in getattr(module, CHILDREN) else module
 
 
 class LoopTraining(Training):
@@ -66,7 +51,7 @@ class LoopTraining(Training):
         while model is not self.module:
             if isinstance(model, DistributedDataParallel):
                 self._ddp = model
-            model = _inside(model)
+            model = inside(model)
         if dist.is_available() and dist.is_initialized():
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.folder = Path()
@@ -372,7 +357,11 @@ class TrainingRun(FollowedRun):
     @override
     def _begin(self, **options: Any) -> None:
         super()._begin(**options)
-        if self._is_resumed and not self._training.rank:
+        if self._is_resumed:
+            self._note_resume()
+
+    def _note_resume(self) -> None:
+        if not self._training.rank:
             self._session.resume_metrics(self._reading(RESUMED, {}), is_first=True)
 
     def _enter_step(self, batch: Any) -> None:
@@ -398,8 +387,7 @@ class TrainingRun(FollowedRun):
         step = self._session.find_resumed(batch)
         if step is not None:
             self._is_resumed, self._step = True, step - 1
-            if not self._training.rank:
-                self._session.resume_metrics(self._reading(RESUMED, {}), is_first=True)
+            self._note_resume()
 
     def _leave_step(self, error: BaseException | None) -> None:
         if not self._is_in_step:

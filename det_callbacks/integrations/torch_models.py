@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from det_callbacks.integrations.loop import unwrapped
 from det_callbacks.internals.torch import CHILDREN
 from det_callbacks.trace.state.optimizers import parameters_of
+from det_callbacks.training.training import unwrapped
 
 
 class SeveralModels(nn.Module):

@@ -42,7 +42,7 @@ EvidenceKind = Literal[
     "sorted_indices",  # the digest of the same numbers, sorted
     "sample",  # the digest of a sample of the batch; its number is the part
     "loaded",  # a tensor of the batch as its loader returned it, if something changed it until the step
-    "option",  # of an optimizer, when an update first uses it: of "0", part "lr of group 0", as JSON
+    "option",  # of an optimizer, when an update first uses it: of "0", part "lr", as JSON list by group
     "constants",  # the names of initial tensors that are constant, as JSON
     "scripted",  # the names of modules that are, or contain, TorchScript, as JSON
     "hook",  # the callbacks with a hook, in the text; the part says whether ours runs after or before them
@@ -212,7 +212,7 @@ def _require_list(path: Path, row: EvidenceRow) -> None:
         kind: type[object] = int
     elif row.kind in NAMES:
         kind = str
-    elif row.kind in ("indices", "number"):
+    elif row.kind in ("indices", "number", "option"):
         kind = object
     else:
         return

@@ -158,6 +158,11 @@ class Site(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return self.of if self.subject else None
 
     @property
+    def is_loss(self) -> bool:
+        """Whether it is of a loss, or of one of several: "loss", "loss[0]"."""
+        return self.subject == "tensor" and self.of.partition("[")[0] == "loss"
+
+    @property
     def owner(self) -> str:
         """The module that a named tensor belongs to: "net.head" for the gradient of net.head.weight; "" for none."""
         return self.of.rpartition(".")[0] if self.subject in ("tensor", "gradient", "state") else ""

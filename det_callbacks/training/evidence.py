@@ -48,20 +48,20 @@ class Evidence(Ledger, LoaderFollower):
         self.note(_FIT_START, "constants", value=len(constants), text=json.dumps(constants))
         if scripted := _scripted(module):
             self.note(_FIT_START, "scripted", text=json.dumps(scripted))
-        self._options: dict[tuple[int, int, str], object] = {}
+        self._options: dict[tuple[int, str], list[object]] = {}
         for (order, hook), who in training.hooks.items():
             self.note(_FIT_START, "hook", hook, order, text=who)
 
     def note_options(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Note numeric options of the optimizers that changed since the last update."""
         for number, optimizer in enumerate(optimizers):
-            for index, group in enumerate(optimizer.param_groups):
-                for option, value in group.items():
-                    key = number, index, option
-                    # no tensors: reading one waits for its device
-                    if isinstance(value, int | float) and self._options.get(key) != value:
-                        self._options[key] = value
-                        self.note("", "option", str(number), f"{option} of group {index}", text=json.dumps(value))
+            for option in optimizer.param_groups[0] if optimizer.param_groups else ():
+                values = [group.get(option) for group in optimizer.param_groups]
+                # no tensors: reading one waits for its device
+                if isinstance(values[0], int | float) and self._options.get((number, option)) != values:
+                    self._options[number, option] = values
+                    numbers = [value if isinstance(value, int | float) else None for value in values]
+                    self.note("", "option", str(number), option, text=json.dumps(numbers))
 
     @hidden
     def begin_loaders(

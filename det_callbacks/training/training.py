@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.environment.rng import Held
-from det_callbacks.internals.torch import DDP_IGNORED, scaler_state
+from det_callbacks.internals.dynamo import ORIGINAL
+from det_callbacks.internals.torch import CHILDREN, DDP_IGNORED, scaler_state
 from det_callbacks.ranks.replicas import ReplicatedState, replicated_state
 from det_callbacks.report.console import print_closing_line
 from det_callbacks.runs.program import further_name
@@ -46,6 +47,21 @@ class LoaderFollower:
 
     def forget_drawn(self) -> None:
         """Release drawn batches that the training will not use."""
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module inside DDP and compilation wrappers; names are relative to it."""
+    while (inner := inside(module)) is not module:
+        module = inner
+    return module
+
+
+def inside(module: nn.Module) -> nn.Module:
+    """Return the module that a wrapper holds, or the module itself."""
+    if isinstance(module, DistributedDataParallel):
+        inner: nn.Module = module.module
+        return inner
+    return getattr(module, ORIGINAL) if ORIGINAL in getattr(module, CHILDREN) else module
 
 
 class Training:
