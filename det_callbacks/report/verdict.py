@@ -301,10 +301,14 @@ def _record_next(arguments: Mapping[str, Any]) -> list[str]:
     which = f"step{'s' * (len(steps) > 1)} {listed(map(str, steps), limit=10)}" if steps else "the run"
     why = "to see by how much it differs" if "keep_tensors" in arguments else "to see where it starts"
     python = [f"{name}={json.dumps(value)}" for name, value in arguments.items()]
-    texts = {name: value if isinstance(value, str) else ",".join(map(str, value)) for name, value in arguments.items()}
-    options = [f"--{name.removesuffix('_tensors').replace('_', '-')}={text}" for name, text in texts.items()]
     return [
         f"{why}, record {which} again on both sides and compare the two recordings (det-callbacks diff):",
         f"    in Python  {', '.join(python)}",
-        f"    on the command line  {shlex.join(options)}",
+        f"    on the command line  {shlex.join(options_of(arguments))}",
     ]
+
+
+def options_of(arguments: Mapping[str, Any]) -> list[str]:
+    """Return the options of the command line for ``Verdict.record_next``."""
+    texts = {name: value if isinstance(value, str) else ",".join(map(str, value)) for name, value in arguments.items()}
+    return [f"--{name.removesuffix('_tensors').replace('_', '-')}={text}" for name, text in texts.items()]
