@@ -97,13 +97,15 @@ class Search:
         """The last pair that differs."""
         return next((pair for pair in reversed(self.pairs) if not pair.is_match), None)
 
-    def ask(self, plan: Mapping[str, Any], *, tries: int, capture: Mapping[str, Any] | None = None) -> bool:
+    def ask(
+        self, plan: Mapping[str, Any], *, tries: int, capture: Mapping[str, Any] | None = None, last_step: str = ""
+    ) -> bool:
         """Return whether a pair differs; ``capture`` is a call to save: see ``CallCapture``."""
         given = dict(self._script.arguments)
         if "only_steps" in plan:
             given.pop("every_n_steps", None)
         arguments = {**given, **plan}
-        variables = {LAST_STEP: last} if (last := self._last_step_of(plan)) else {}
+        variables = {LAST_STEP: last} if (last := last_step or self._last_step) else {}
         captured = variables if capture is None else {**variables, CAPTURE: json.dumps(capture)}
         recorded = " ".join(f"{name}={_shown(value)}" for name, value in arguments.items())
         if not self.is_given:
@@ -141,12 +143,6 @@ class Search:
     def plan(self, num_runs: int) -> None:
         """Expect so many more runs, to say how much time is left."""
         self._num_planned = self._num_runs + num_runs
-
-    def _last_step_of(self, plan: Mapping[str, Any]) -> str:
-        start = None if self.found is None else self.found.start
-        # a later fit begins at step 0 again
-        is_first_fit = start is not None and start.segment == 0
-        return str(max(plan["only_steps"])) if "only_steps" in plan and is_first_fit else self._last_step
 
     @contextlib.contextmanager
     def _running(self, recorded: str) -> Iterator[Path]:
@@ -211,12 +207,16 @@ def _search(search: Search, home: Path, vary: Sequence[str], *, tries: int | Non
         plan = dict(verdict.record_next or {})
         if not plan or plan in asked or start is None or (verdict.cause in _NO_OP and not is_varied):
             break
-        asked.append(plan)
+        asked.append(dict(plan))
         search.plan(2 if "keep_tensors" in plan else 4)
+        # a run needs no later step; a later fit begins at step 0 again
+        last_step = str(max(plan["only_steps"])) if "only_steps" in plan and not start.segment else ""
+        if plan.get("compiled") == "eager":
+            plan.pop("only_steps", None)  # compiled code in an earlier step may already differ
         capture = _call_at(start, home) if "keep_tensors" in plan else None
         wide = {name: value for name, value in plan.items() if name not in ("only_steps", "keep_tensors")}
         try:
-            if search.ask(plan, tries=tries or TRIES, capture=capture) or capture is not None:
+            if search.ask(plan, tries=tries or TRIES, capture=capture, last_step=last_step) or capture is not None:
                 continue
             if "compiled" in plan:
                 return "With compiled=eager the runs match, so the difference comes from compiled code."
@@ -307,7 +307,7 @@ def _print(
     print_report([*sections, Section()])
     verdict, start = pair.verdict, pair.start
     place = "" if start is None else f"; step {start.step}, {start.phase}: {start.op or start.name or start.kind}"
-    pairs = f"; {differing} of {count(len(search.pairs), 'pair')} differ" if differing else ""
+    pairs = f"; the difference came in {differing} of {count(len(search.pairs), 'pair')}" if differing else ""
     word = f"{verdict.verdict.replace('_', ' ')} (exit status {verdict.exit_code})"
     print_line(make_console(), f"det-callbacks find: {word}{place}{pairs}; kept in {home}", STYLES[verdict.verdict])
 
