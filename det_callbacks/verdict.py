@@ -385,6 +385,7 @@ class Verdict:
         trail: what led to the first divergence, the cause first; it ends where the record ends.
         evidence: what led to the cause, a line each, in the order of time.
         record_next: the arguments of ``DeterminismCallback`` that record what the verdict lacks, or None.
+        find_command: the ``det-callbacks find`` command that does so in one go, or None.
         counts: how much was compared.
         coverage: what the verdict covers, and what it leaves out.
         environment: the entries in which the environments differ.
@@ -409,6 +410,7 @@ class Verdict:
     trail: tuple[TrailEntry, ...] = ()
     evidence: tuple[str, ...] = ()
     record_next: Mapping[str, Any] | None = None
+    find_command: str | None = None
     counts: Counts
     coverage: Coverage
     environment: tuple[EnvironmentDifference, ...] = ()

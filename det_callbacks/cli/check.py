@@ -291,6 +291,9 @@ def check(options: argparse.Namespace) -> int:
         facts += "; the script sets no seed: add --seed 0"
     if names := [run.name for run in runs[2:] if run.outcome == "diverged"]:
         facts += f"; its results depend on {', '.join(names)}"
+    if any(run.verdict is not None and run.verdict.record_next is not None for run in runs):
+        vary = ["--vary", options.vary] if options.vary else []
+        facts += f"; to find the op: {shlex.join(['det-callbacks', 'find', *vary, '--', *options.words])}"
     return _end("check", runs, f"; {facts}; kept in {home}")
 
 

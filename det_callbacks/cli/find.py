@@ -24,13 +24,14 @@ from det_callbacks.cli.check import (
 )
 from det_callbacks.cli.repro import REPRO, Repro, make_repro
 from det_callbacks.compare.facts import COLLECTIVES
+from det_callbacks.compare.numbers import find_command
 from det_callbacks.compare.record import REPORT_FILE, VERDICT_FILE
 from det_callbacks.environment.variables import CAPTURE, LAST_STEP
 from det_callbacks.errors import CheckError
 from det_callbacks.report.console import STYLES, Section, Table, make_console, print_line, print_report
 from det_callbacks.report.verdict import options_of, verdict_report
 from det_callbacks.runs.disk import make_folder, replace_atomically
-from det_callbacks.runs.environment import ARGUMENTS, COMMIT
+from det_callbacks.runs.environment import COMMIT
 from det_callbacks.runs.files import read_file
 from det_callbacks.runs.program import REGION
 from det_callbacks.runs.store import Run
@@ -270,8 +271,8 @@ def _advice(search: Search, script: Script, vary: Sequence[str], reference: Path
     lines, verdict = [], pair.verdict
     if reference is not None and verdict.record_next is not None and verdict.cause not in _NO_OP:
         options = shlex.join(options_of(verdict.record_next))
-        argv = Run.open(reference).manifest.environment.get(ARGUMENTS)
-        command = shlex.join(["python", *(argv.value if argv is not None else [])])
+        of_reference = find_command(Run.open(reference)) or "det-callbacks find -- COMMAND"
+        command = of_reference.partition(" -- ")[2]
         lines.append(
             f"{reference} does not hold what would tell more. Record it again where it was recorded, with its code: "
             f"det-callbacks record OTHER {options} -- {command}. Then: det-callbacks find OTHER -- {words}"

@@ -293,7 +293,8 @@ def next_lines(verdict: Verdict) -> Sequence[str]:
     if first.phase == "other" and not first.op:  # a step that only one run has
         paths = dict.fromkeys([verdict.reference if first.kind == "missing" else verdict.current])
     shown = [" ".join(["det-callbacks show", shlex.quote(path), *step]) for path in paths]
-    return [*shown, *([] if verdict.record_next is None else _record_next(verdict.record_next))]
+    find = [] if verdict.find_command is None else [f"to find the op and the numbers in one go: {verdict.find_command}"]
+    return [*shown, *find, *([] if verdict.record_next is None else _record_next(verdict.record_next))]
 
 
 def _record_next(arguments: Mapping[str, Any]) -> list[str]:
