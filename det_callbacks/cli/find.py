@@ -295,7 +295,8 @@ def _print(
         for path in sorted((home / "runs").glob("*-output.txt")):
             outcome = CheckedRun(name=path.stem, outcome="recorded", output=path)
             print_outputs([outcome], is_verbose=True)
-    sections, differing = [Section(), *verdict_report(pair.verdict)], sum(not one.is_match for one in search.pairs)
+    shown = replace(pair.verdict, find_command=None)  # this command
+    sections, differing = [Section(), *verdict_report(shown)], sum(not one.is_match for one in search.pairs)
     if differing:
         rows = [_row(number, one) for number, one in enumerate(search.pairs, start=1)]
         columns = ("pair", "recorded", "outcome", "step", "starts in")

@@ -1,7 +1,6 @@
 """Writes ``repro.py``, a file of plain torch that repeats one saved call, and runs it."""
 
 import json
-import os
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,7 +29,6 @@ class Repro:
 
     path: Path | None
     text: str
-    num_distinct: int | None = None
 
 
 def make_repro(saved: Path, folder: Path, *, settings: Mapping[str, Any], python: str) -> Repro:
@@ -39,58 +37,58 @@ def make_repro(saved: Path, folder: Path, *, settings: Mapping[str, Any], python
     The call of a backward op is repeated through the forward op, if that was saved and the file runs; else by itself.
     """
     content = _read_call(saved)
-    path, problem = folder / REPRO, ""
-    loader = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(loader=loader, undefined=StrictUndefined, keep_trailing_newline=True)
-    template = environment.get_template("repro.py.j2")
-    forms = [form for form in (_through_forward(content), _by_itself(content)) if form is not None]
+    path, call = folder / REPRO, content["call"]
+    op, problem = call["op"], call["problem"]
     make_folder(folder)
     with writing(folder):
-        os.replace(saved, folder / INPUTS)
-    for title, op, body in forms:
-        call = content["forward"] if "backward" not in content else content["backward"]
-        if call["problem"]:
-            problem = call["problem"]
-            break
-        is_complex = any("complex" in tensor["dtype"] for tensor in call["tensors"].values())
-        text = template.render(
-            title=title,
-            op=op,
-            body=body,
-            runs=NUM_RUNS,
-            inputs=INPUTS,
-            wide="torch.complex128" if is_complex else "torch.float64",
-            dtypes=_dtypes_of(content),
-            threads=settings.get("num_threads") or 1,
-            deterministic=int(settings.get("deterministic_algorithms") != "disabled"),
-            settings=_settings_text(settings, op, is_on_device=_is_on_device(call)),
-        )
+        saved.replace(folder / INPUTS)
+    for form in () if problem else (_through_forward(content), _by_itself(content)):
+        if form is None:
+            continue
+        text = _rendered(title=form[0], body=form[1], call=call, content=content, settings=settings)
         replace_atomically(path, text.encode())
         if not op.startswith(_OF_TORCH):
             return Repro(path=path, text=f"{op} is not an op of torch: name the module that registers it in MODULES")
         try:
-            done = subprocess.run(
-                [python, str(path)],
-                capture_output=True,
-                text=True,
-                check=False,
-                stdin=subprocess.DEVNULL,
-                timeout=_SECONDS,
-            )
+            done = run_file(python, path)
         except (OSError, subprocess.TimeoutExpired) as error:
             return Repro(path=path, text=f"it was not tried: {error}")
         if done.returncode in (0, 1):
-            number = done.stdout.partition(" same inputs, ")[2].partition(" ")[0]
-            return Repro(path=path, text=done.stdout.rstrip(), num_distinct=int(number))
+            return Repro(path=path, text=done.stdout.rstrip())
         problem = (done.stderr.strip().splitlines() or ["it failed"])[-1]
     with writing(folder):
         path.unlink(missing_ok=True)
-    return Repro(path=None, text=f"the call cannot be repeated: {problem}")
+    return Repro(path=None, text=f"the call cannot be repeated: {problem.rstrip('.')}")
 
 
-def saved_digests(saved: Path) -> list[str]:
-    """Return the digests of the outputs that the saved call had."""
-    return list(_read_call(saved)["digests"])
+def _rendered(
+    *, title: str, body: str, call: Mapping[str, Any], content: Mapping[str, Any], settings: Mapping[str, Any]
+) -> str:
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=loader, undefined=StrictUndefined, keep_trailing_newline=True)
+    tensors = call["tensors"].values()
+    is_on_device = any(tensor["device"] != "cpu" for tensor in tensors)
+    is_complex = any("complex" in tensor["dtype"] for tensor in tensors)
+    return environment.get_template(f"{REPRO}.j2").render(
+        title=title,
+        op=call["op"],
+        body=body,
+        runs=NUM_RUNS,
+        inputs=INPUTS,
+        wide="torch.complex128" if is_complex else "torch.float64",
+        dtypes=_dtypes_of(content),
+        threads=settings.get("num_threads") or 1,
+        deterministic=int(settings.get("deterministic_algorithms") != "disabled"),
+        settings=_settings_text(settings, call["op"], is_on_device=is_on_device),
+    )
+
+
+def run_file(python: str, path: Path) -> "subprocess.CompletedProcess[str]":
+    """Run a file that was written."""
+    command = [python, str(path)]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, timeout=_SECONDS
+    )
 
 
 def _read_call(saved: Path) -> Any:
@@ -110,10 +108,6 @@ def _dtypes_of(content: Mapping[str, Any]) -> str:
     return f"{{{names}}}"
 
 
-def _is_on_device(call: Mapping[str, Any]) -> bool:
-    return any(tensor["device"] != "cpu" for tensor in call["tensors"].values())
-
-
 def _settings_text(settings: Mapping[str, Any], op: str, *, is_on_device: bool) -> str:
     lines = [f'torch.set_float32_matmul_precision("{settings.get("float32_matmul_precision") or "highest"}")']
     if is_on_device:
@@ -126,73 +120,58 @@ def _settings_text(settings: Mapping[str, Any], op: str, *, is_on_device: bool) 
     return "\n".join(lines)
 
 
-def _by_itself(content: Mapping[str, Any]) -> tuple[str, str, str]:
-    is_backward = "backward" in content
-    call = content["backward" if is_backward else "forward"]
+def _by_itself(content: Mapping[str, Any]) -> tuple[str, str]:
+    """Return a title, and the statements that call the op."""
+    call = content["call"]
     lines = _lines_of(call, "", with_gradients=False)
     if "generator" in content["saved"]:
         lines.append('torch.set_rng_state(t["generator"])')
     lines.append(f"result = torch.ops.{call['op']}({', '.join(call['arguments'])})")
-    written = f"[{', '.join(call['written'])}]"
-    computed = "([result] if isinstance(result, torch.Tensor) else [r for r in result if isinstance(r, torch.Tensor)])"
-    if opaque := call["opaque"]:
-        computed = f"[r for i, r in enumerate(result) if isinstance(r, torch.Tensor) and i not in {tuple(opaque)}]"
-    lines.append(f"return {written if call['written'] else computed}")
-    return f"Calls {call['op']} from saved inputs.", call["op"], _indented(lines)
+    computed = "[result] if isinstance(result, torch.Tensor) else [r for r in result if isinstance(r, torch.Tensor)]"
+    if opaque := call["opaque"]:  # their bits mean nothing
+        computed = f"[r for i, r in enumerate(result) if isinstance(r, torch.Tensor) and i not in {opaque}]"
+    lines.append(f"return {'[' + ', '.join(call['written']) + ']' if call['written'] else computed}")
+    return f"Calls {call['op']} with saved inputs.", _indented(lines)
 
 
-def _through_forward(content: Mapping[str, Any]) -> tuple[str, str, str] | None:
-    """Return the forward call and its gradients, or None if the forward call or its incoming gradient is unknown."""
-    if "backward" not in content or content["forward"]["problem"] or content["forward"]["written"]:
+def _through_forward(content: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the same for the forward call whose gradient the op computes, or None if it cannot be called."""
+    call, forward = content["call"], content.get("forward")
+    if forward is None or forward["problem"] or forward["written"]:
         return None
-    forward, backward = content["forward"], content["backward"]
-    named = sorted(backward["tensors"].items(), key=lambda item: not item[0].startswith("grad"))
-    pairs = [
-        (name, index)
-        for name, tensor in named
-        for index, shape in enumerate(forward["outputs"])
-        if tensor["shape"] == shape and tensor["of"] == name and tensor["stride"] is None
-    ]
     leaves = [name for name, tensor in forward["tensors"].items() if tensor["requires_grad"]]
-    if not pairs or not leaves:
+    if not leaves:
         return None
-    gradient, index = pairs[0]
+    name, number = content["gradient"]
     lines = _lines_of(forward, "forward.", with_gradients=True)
     if "forward.generator" in content["saved"]:
         lines.append('torch.set_rng_state(t["forward.generator"])')
     lines.append(f"result = torch.ops.{forward['op']}({', '.join(forward['arguments'])})")
-    output = f"result[{index}]" if len(forward["outputs"]) > 1 else "result"
-    moved = _moved(backward["tensors"][gradient])
-    lines.append(
-        f'gradients = torch.autograd.grad({output}, [{", ".join(leaves)}], t["{gradient}"]{moved}, allow_unused=True)'
-    )
+    output = f"result[{number}]" if len(forward["outputs"]) > 1 else "result"
+    gradient = _source_of(call["tensors"][name], name, "")
+    lines.append(f"gradients = torch.autograd.grad({output}, [{', '.join(leaves)}], {gradient}, allow_unused=True)")
     lines.append("return [gradient for gradient in gradients if gradient is not None]")
-    title = f"Calls {forward['op']} from saved inputs, and the backward op of its gradient, {backward['op']}."
-    return title, backward["op"], _indented(lines)
+    return f"Calls {forward['op']} with saved inputs, and {call['op']} in its backward pass.", _indented(lines)
+
+
+def _source_of(tensor: Mapping[str, Any], name: str, prefix: str) -> str:
+    """Return the expression that makes a tensor from the saved ones."""
+    source, kind, shape = f't["{prefix}{tensor["of"]}"]', tensor["dtype"], tuple(tensor["shape"])
+    if kind.removeprefix("torch.") not in _DTYPES.values():
+        source += f".view({kind})" + (f".reshape({shape})" if tensor["stride"] is None else "")
+    if tensor["device"] != "cpu":
+        source = tensor["of"] if tensor["of"] != name else f'{source}.to("{tensor["device"]}")'
+    return source + (f".as_strided({shape}, {tuple(tensor['stride'])}, {tensor['offset']})" if tensor["stride"] else "")
 
 
 def _lines_of(call: Mapping[str, Any], prefix: str, *, with_gradients: bool) -> list[str]:
-    """Return the statements that make the tensors of a call."""
+    """Return the statements that name the tensors of a call."""
     lines: list[str] = []
     for name, tensor in call["tensors"].items():
-        source = f't["{prefix}{tensor["of"]}"]'
-        kind, shape = tensor["dtype"], tuple(tensor["shape"])
-        if kind.removeprefix("torch.") not in _DTYPES.values():
-            source += f".view({kind})" + (f".reshape({shape})" if tensor["stride"] is None else "")
-        if tensor["of"] == name:
-            source += _moved(tensor)
-        elif tensor["device"] != "cpu":
-            source = tensor["of"]  # a view of the memory that was moved
-        if tensor["stride"] is not None:
-            source += f".as_strided({shape}, {tuple(tensor['stride'])}, {tensor['offset']})"
-        if with_gradients and tensor["requires_grad"]:
-            source += ".requires_grad_()"
-        lines.append(f"{name} = {source}  # {kind.removeprefix('torch.')} {list(shape)}")
+        leaf = ".requires_grad_()" if with_gradients and tensor["requires_grad"] else ""
+        about = f"{tensor['dtype'].removeprefix('torch.')} {tensor['shape']}"
+        lines.append(f"{name} = {_source_of(tensor, name, prefix)}{leaf}  # {about}")
     return lines
-
-
-def _moved(tensor: Mapping[str, Any]) -> str:
-    return "" if tensor["device"] == "cpu" else f'.to("{tensor["device"]}")'
 
 
 def _indented(lines: list[str]) -> str:

@@ -49,6 +49,7 @@ class _Call:
     saved: dict[str, SavedTensor] = field(default_factory=dict)
     written: list[str] = field(default_factory=list)  # names of the tensors that it overwrites
     outputs: list[list[int]] = field(default_factory=list)  # shapes
+    addresses: dict[str, int] = field(default_factory=dict)  # of the storages, while the call runs
     problem: str = ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -169,11 +170,27 @@ class CallCapture:
         self.begin(is_wanted=False)
 
     def _write(self, call: _Call, forward: _Call | None, digests: Sequence[str]) -> None:
-        saved, content = dict(call.saved), {"digests": digests, "backward" if forward else "forward": call.to_dict()}
-        if forward is not None:
-            content["forward"] = forward.to_dict()
+        saved = dict(call.saved)
+        content: dict[str, Any] = {"digests": digests, "call": call.to_dict()}
+        if forward is not None and (gradient := _gradient_of(call, forward)):
+            content |= {"forward": forward.to_dict(), "gradient": gradient}
             saved |= {f"forward.{name}": tensor for name, tensor in forward.saved.items()}
         write_tensors(Path(self._wanted["path"]), saved, {CALL: json.dumps(content)})
+
+
+def _gradient_of(call: _Call, forward: _Call) -> tuple[str, int] | None:
+    """Return the argument of a backward op that holds the gradient of a forward output, and the output's number.
+
+    It has the output's shape. Several may: then by its name, else it is no input of the forward op, else the last one,
+    as in ``index_add(zeros, dim, index, gradient)``.
+    """
+    pairs = [
+        ((name.startswith("grad"), address not in forward.addresses.values(), place), name, number)
+        for place, (name, address) in enumerate(call.addresses.items())
+        for number, shape in enumerate(forward.outputs)
+        if call.tensors.get(name, {}).get("shape") == shape
+    ]
+    return max(pairs)[1:] if pairs else None
 
 
 class _Copier:
@@ -196,7 +213,8 @@ class _Copier:
         call.written = [name for name in self._named if name.partition(".")[0].rstrip("_") in writes]
         groups = defaultdict[int, list[str]](list)
         for name, tensor in self._named.items():
-            groups[storage_address(tensor.untyped_storage())].append(name)
+            call.addresses[name] = address = storage_address(tensor.untyped_storage())
+            groups[address].append(name)
         for names in groups.values():
             self._save(names)
         if plan.draws_random and not any(isinstance(value, Generator) for value in kwargs.values()):
