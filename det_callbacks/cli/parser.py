@@ -226,7 +226,7 @@ SCRIPT_OPTIONS = [*_ARGUMENTS][[*_ARGUMENTS].index("--level") :]
 _OF_CHECK = "--vary --numerics --to -v/--verbose"
 _NUMBERS = "--numerics --tolerance --names"
 _OWN_MEANING: Mapping[tuple[str, str], Mapping[str, Any]] = {
-    ("find", "--steps"): {"type": _number, "metavar": "N", "help": "end each run after so many steps of its own"}
+    ("find", "--steps"): {"type": _number, "metavar": "N", "help": "end each run after so many steps"}
 }
 _COMMANDS: Mapping[str, tuple[str, str]] = {
     # name -> what it does, and its arguments
@@ -240,7 +240,7 @@ _COMMANDS: Mapping[str, tuple[str, str]] = {
     "verify": ("Run a script, and verify its run against a recorded one.", "run_folder --current"),
     "check": ("Run a script twice, recording and then verifying, and say what differs.", _OF_CHECK),
     "find": (
-        "Run a script until two runs differ, and find the op, the numbers, and a file that shows it.",
+        "Run a script twice; if the runs differ, find the op and the numbers, and write a file that shows it.",
         "reference? --out --json --vary --until --tries -v/--verbose",
     ),
     "doctor": ("Show which determinism settings are in force; exit 1 if a requested one is not.", "--json --against"),
