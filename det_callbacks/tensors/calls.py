@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from det_callbacks.digest.host import format_digest
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import DetCallbacksError, ReplayError
 from det_callbacks.internals.torch import (
@@ -165,13 +164,12 @@ class CallCapture:
             first = position + (sites[position].role == "argument")
             site = sites[first] if first < len(sites) else None
             if site is not None and (site.op, site.occurrence) == (wanted["op"], wanted["occurrence"]):
-                digests = trace.digests[first : first + len(call.outputs)]
-                self._write(call, forward, [format_digest(int(digest)) for digest in digests])
+                self._write(call, forward)
         self.begin(is_wanted=False)
 
-    def _write(self, call: _Call, forward: _Call | None, digests: Sequence[str]) -> None:
+    def _write(self, call: _Call, forward: _Call | None) -> None:
         saved = dict(call.saved)
-        content: dict[str, Any] = {"digests": digests, "call": call.to_dict()}
+        content: dict[str, Any] = {"call": call.to_dict()}
         if forward is not None and (gradient := _gradient_of(call, forward)):
             content |= {"forward": forward.to_dict(), "gradient": gradient}
             saved |= {f"forward.{name}": tensor for name, tensor in forward.saved.items()}

@@ -100,6 +100,12 @@ def test_runs_end_after_the_steps_that_were_asked_for(option, steps, find):
     assert Run.open(Path("out/runs/01-reference")).is_complete
 
 
+def test_the_fit_of_a_trainer_ends_after_the_step_that_was_asked_for(run_command):
+    done = run_command("find", "--until=1", "--out=out")
+    assert (done.status, "\nMATCH\n" in done.text) == (0, True), done.text + done.errors
+    assert Run.open(Path("out/runs/01-reference")).rank(0).steps(0).tolist() == [0, 1]
+
+
 def test_a_cause_that_is_no_op_ends_the_search(find):
     done = find("--json", fault="unseeded")
     answer = json.loads(done.text)
