@@ -26,7 +26,7 @@ from det_callbacks.cli.repro import REPRO, Repro, make_repro
 from det_callbacks.compare.facts import COLLECTIVES
 from det_callbacks.compare.numbers import find_command
 from det_callbacks.compare.record import REPORT_FILE, VERDICT_FILE
-from det_callbacks.environment.variables import CAPTURE, LAST_STEP
+from det_callbacks.environment.variables import CAPTURE, LAST_STEP, REPLACES_OWN
 from det_callbacks.errors import CheckError
 from det_callbacks.report.console import STYLES, Section, Table, make_console, print_line, print_report
 from det_callbacks.report.verdict import options_of, verdict_report
@@ -163,6 +163,7 @@ def find(options: argparse.Namespace) -> int:
     vary = varied_factors(options)
     num_steps, options.steps = options.steps, None  # of record and verify, a choice
     script = with_hash_seed(script_of(options), vary)
+    script = replace(script, variables={**script.variables, REPLACES_OWN: "1"})
     reference = None if options.reference is None else Path(options.reference).absolute()
     if reference is not None:
         Run.open(reference)  # fail before training

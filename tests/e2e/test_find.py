@@ -106,6 +106,26 @@ def test_the_fit_of_a_trainer_ends_after_the_step_that_was_asked_for(run_command
     assert Run.open(Path("out/runs/01-reference")).rank(0).steps(0).tolist() == [0, 1]
 
 
+OWN_RUN = """
+with TrainingRun("own", mode="record", model=model, optimizers=optimizer{settings}) as run:
+    for step in range(3):
+        with run.step(x := torch.randn(6, 4)):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("settings", "status"), [("", 0), (", settings={'cudnn_benchmark': False}", 2)])
+def test_a_run_of_the_script_itself_is_off_unless_it_applies_settings(settings, status, find):
+    head = APP.partition("for step in range(12)")[0].replace("torch.manual_seed(", "torch.manual_seed(0 * ")
+    own = OWN_RUN.replace("{settings}", settings)
+    Path("train.py").write_text(f"from det_callbacks import TrainingRun\n{head}{own}")
+    done = find()
+    assert (done.status, Path("own").exists()) == (status, status == 2), done.text + done.errors
+    assert status == 0 or "the script has its own run" in done.errors
+
+
 def test_a_cause_that_is_no_op_ends_the_search(find):
     done = find("--json", fault="unseeded")
     answer = json.loads(done.text)
