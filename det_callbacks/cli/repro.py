@@ -137,7 +137,7 @@ def _by_itself(content: Mapping[str, Any]) -> tuple[str, str]:
 def _through_forward(content: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return the same for the forward call whose gradient the op computes, or None if it cannot be called."""
     call, forward = content["call"], content.get("forward")
-    if forward is None or forward["problem"] or forward["written"]:
+    if forward is None or forward["problem"]:
         return None
     leaves = [name for name, tensor in forward["tensors"].items() if tensor["requires_grad"]]
     if not leaves:
