@@ -285,15 +285,18 @@ def check(options: argparse.Namespace) -> int:
     if is_varied:
         columns = ("run", "changed", "outcome", "first divergence", "cause")
         sections.append(Section(table=Table(columns=columns, rows=[*map(_row, runs[1:])])))
+    if any(run.verdict is not None and run.verdict.record_next is not None for run in runs):
+        varied_words = ["--vary", options.vary] if options.vary else []
+        command = shlex.join(["det-callbacks", "find", *varied_words, "--", *options.words])
+        sections.append(
+            Section(lines=[f"To find the op, by how much it differs, and whether it does so alone: {command}"])
+        )
     print_report([*sections, Section()])
     facts = _OF_SCRIPT[{run.name: run.outcome for run in runs}.get(PLAIN, "failed")]
     if facts == _OF_SCRIPT["diverged"] and Run.open(home / "reference").manifest.settings.get("seed") is None:
         facts += "; the script sets no seed: add --seed 0"
     if names := [run.name for run in runs[2:] if run.outcome == "diverged"]:
         facts += f"; its results depend on {', '.join(names)}"
-    if any(run.verdict is not None and run.verdict.record_next is not None for run in runs):
-        vary = ["--vary", options.vary] if options.vary else []
-        facts += f"; to find the op: {shlex.join(['det-callbacks', 'find', *vary, '--', *options.words])}"
     return _end("check", runs, f"; {facts}; kept in {home}")
 
 
