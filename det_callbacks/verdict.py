@@ -409,6 +409,7 @@ class Verdict:
         resume: where the current run continued the reference, if it was verified and resumed.
         evidence: what led to the cause, a line each, in the order of time.
         record_next: the arguments of ``DeterminismCallback`` that record what the verdict lacks, or None.
+        find_command: the ``det-callbacks find`` command that does so in one go, or None.
         counts: how much was compared.
         coverage: what the verdict covers, and what it leaves out.
         environment: the entries in which the environments differ.
@@ -434,6 +435,7 @@ class Verdict:
     resume: Resume | None = None
     evidence: tuple[str, ...] = ()
     record_next: Mapping[str, Any] | None = None
+    find_command: str | None = None
     counts: Counts
     coverage: Coverage
     environment: tuple[EnvironmentDifference, ...] = ()

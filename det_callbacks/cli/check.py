@@ -178,10 +178,7 @@ def _manifest(run: Path) -> bytes:
 
 
 def check_script(script: Script, home: Path, vary: Sequence[str]) -> list[CheckedRun]:
-    seed = os.environ.get(_HASH_SEED, "")
-    if "hash-seed" in vary and seed in ("", "random"):
-        seed = "0"  # otherwise each process has a different one
-        script = replace(script, variables={_HASH_SEED: seed})
+    script = with_hash_seed(script, vary)
     reference = home / "reference"
     runs = [script.record(reference, output=home / f"{RECORDING}.txt")]
     if runs[0].outcome == "recorded":
@@ -190,12 +187,19 @@ def check_script(script: Script, home: Path, vary: Sequence[str]) -> list[Checke
     for name in (factor for factor in FACTORS if factor in vary):
         done = CheckedRun(name=name, change="-", outcome="not_run")
         if is_repeated:
-            done = _varied(script, name, Run.open(reference), seed).verify(reference, home / name, home / f"{name}.txt")
+            done = varied(script, name, Run.open(reference)).verify(reference, home / name, home / f"{name}.txt")
         runs.append(done)
     return runs
 
 
-def _varied(script: Script, name: str, run: Run, seed: str) -> Script:
+def with_hash_seed(script: Script, vary: Sequence[str]) -> Script:
+    """Return the script with a fixed hash seed if that varies; otherwise each process has a different one."""
+    is_unset = os.environ.get(_HASH_SEED, "") in ("", "random")
+    return replace(script, variables={_HASH_SEED: "0"}) if "hash-seed" in vary and is_unset else script
+
+
+def varied(script: Script, name: str, run: Run) -> Script:
+    """Return the script with one factor changed from its value in a recorded run."""
     variables, settings, entry = dict(script.variables), dict(script.settings), ""
     if name == "workers":
         steps = run.rank(0).steps(0)
@@ -221,14 +225,14 @@ def _varied(script: Script, name: str, run: Run, seed: str) -> Script:
         variables[FILL_MEMORY] = str(255 - int(now))
         change = f"filled with {255 - int(now):#x} when allocated"
     else:
-        entry = f"env.{_HASH_SEED}"
+        entry, seed = f"env.{_HASH_SEED}", variables.get(_HASH_SEED, os.environ.get(_HASH_SEED, ""))
         variables[_HASH_SEED] = other = "1" if seed == "0" else "0"
         change = f"{_HASH_SEED} {other} instead of {seed}"
     return replace(script, variables=variables, settings=settings, name=name, change=change, entry=entry)
 
 
 def record(options: argparse.Namespace) -> int:
-    script, run = _script(options), Path(options.run_folder).absolute()
+    script, run = script_of(options), Path(options.run_folder).absolute()
     if not options.overwrite:
         _require_no_whole_run(run)
     done = script.record(run, overwrite=options.overwrite)
@@ -256,7 +260,7 @@ def _require_no_whole_run(run: Path) -> None:
 
 
 def verify(options: argparse.Namespace) -> int:
-    script, reference = _script(options), Path(options.run_folder).absolute()
+    script, reference = script_of(options), Path(options.run_folder).absolute()
     Run.open(reference)  # fail before training
     current = new_folder(options.current, "determinism-verify", option="--current")
     done = script.verify(reference, current / "run")
@@ -268,23 +272,25 @@ def verify(options: argparse.Namespace) -> int:
 
 def check(options: argparse.Namespace) -> int:
     """Run a script twice; print the verdicts other than a match, and a table of the varied factors."""
-    script, vary = _script(options), options.vary.split(",") if options.vary else []
+    script, vary = script_of(options), varied_factors(options)
     if options.numerics:
         return _measure(script, options, vary)
-    if unknown := [factor for factor in vary if factor not in FACTORS]:
-        raise CheckError(f"--vary does not know {unknown[0]!r}. Use {', '.join(FACTORS)}.")
-    if "memory" in vary and platform.libc_ver()[0] != "glibc":
-        raise CheckError("--vary memory needs glibc, which fills allocated memory. Leave memory out of --vary.")
     home = new_folder(options.to, "determinism-check", option="--to")
     runs = check_script(script, home, vary)
     is_varied, sections = len(runs) > 2, [Section()]
-    _print_outputs(runs, is_verbose=options.verbose)
+    print_outputs(runs, is_verbose=options.verbose)
     for run in runs:
         if run.verdict is not None and (run.outcome in ("diverged", "not_comparable") or not is_varied):
             sections += [Section(title=f"{run.name}: {run.change}")] * is_varied + verdict_report(run.verdict)
     if is_varied:
         columns = ("run", "changed", "outcome", "first divergence", "cause")
         sections.append(Section(table=Table(columns=columns, rows=[*map(_row, runs[1:])])))
+    if any(run.verdict is not None and run.verdict.record_next is not None for run in runs):
+        varied_words = ["--vary", options.vary] if options.vary else []
+        command = shlex.join(["det-callbacks", "find", *varied_words, "--", *options.words])
+        sections.append(
+            Section(lines=[f"To find the op, by how much it differs, and whether it does so alone: {command}"])
+        )
     print_report([*sections, Section()])
     facts = _OF_SCRIPT[{run.name: run.outcome for run in runs}.get(PLAIN, "failed")]
     if facts == _OF_SCRIPT["diverged"] and Run.open(home / "reference").manifest.settings.get("seed") is None:
@@ -292,6 +298,16 @@ def check(options: argparse.Namespace) -> int:
     if names := [run.name for run in runs[2:] if run.outcome == "diverged"]:
         facts += f"; its results depend on {', '.join(names)}"
     return _end("check", runs, f"; {facts}; kept in {home}")
+
+
+def varied_factors(options: argparse.Namespace) -> list[str]:
+    """Return the factors of ``--vary``; raise ``CheckError`` for one that is unknown or cannot be varied here."""
+    vary: list[str] = options.vary.split(",") if options.vary else []
+    if unknown := [factor for factor in vary if factor not in FACTORS]:
+        raise CheckError(f"--vary does not know {unknown[0]!r}. Use {', '.join(FACTORS)}.")
+    if "memory" in vary and platform.libc_ver()[0] != "glibc":
+        raise CheckError("--vary memory needs glibc, which fills allocated memory. Leave memory out of --vary.")
+    return vary
 
 
 def _measure(script: Script, options: argparse.Namespace, vary: Sequence[str]) -> int:
@@ -304,7 +320,7 @@ def _measure(script: Script, options: argparse.Namespace, vary: Sequence[str]) -
     runs = [script.record(home / "reference", output=home / f"{RECORDING}.txt")]
     if runs[0].outcome == "recorded":
         runs.append(other.record(home / PERTURBED, output=home / f"{PERTURBED}.txt"))
-    _print_outputs(runs, is_verbose=options.verbose)
+    print_outputs(runs, is_verbose=options.verbose)
     if runs[-1].outcome == "failed":
         return _end("check", runs, f"; kept in {home}")
     numerics = compare_numerics(Run.open(home / "reference"), Run.open(home / PERTURBED))
@@ -319,7 +335,7 @@ def _measure(script: Script, options: argparse.Namespace, vary: Sequence[str]) -
     )
 
 
-def _print_outputs(runs: Sequence[CheckedRun], *, is_verbose: bool) -> None:
+def print_outputs(runs: Sequence[CheckedRun], *, is_verbose: bool) -> None:
     for run in runs:
         if run.output is not None and (is_verbose or run.outcome == "failed"):
             print_line(make_console(), f"{run.name} printed:", "bold")
@@ -349,7 +365,7 @@ def _end(command: str, runs: Sequence[CheckedRun], facts: str) -> int:
     return status[worst.outcome]
 
 
-def _script(options: argparse.Namespace) -> Script:
+def script_of(options: argparse.Namespace) -> Script:
     names = [option.removeprefix("--").replace("-", "_") for option in SCRIPT_OPTIONS]
     given = {name: getattr(options, name) for name in names}
     arguments = {name: value for name, value in given.items() if value is not None and value is not False}

@@ -17,8 +17,12 @@ from det_callbacks.errors import CheckError, DetCallbacksError
 from det_callbacks.report.console import print_error
 
 _PATHS = ("run_folder", "reference", "current", "checkpoint", "other", "against", "used_by", "tolerance")
-SCRIPT_COMMANDS = ("record", "verify", "check")
-_MODULES = {"doctor": "doctor", **dict.fromkeys(SCRIPT_COMMANDS, "check")}  # of other commands it is commands.py
+SCRIPT_COMMANDS = ("record", "verify", "check", "find")
+_MODULES = {
+    "doctor": "doctor",
+    **dict.fromkeys(SCRIPT_COMMANDS, "check"),
+    "find": "find",
+}  # of other commands it is commands.py
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,6 +55,8 @@ def _run(given: list[str]) -> int:
     has_script = is_of_script and "--" in given
     end = given.index("--") if has_script else len(given)
     project = _project_words() if has_script else []
+    if given[:1] == ["find"]:
+        project = [word for word in project if not word.startswith("--steps=")]  # which steps to compare
     parser = _parser(f"[tool.det_callbacks] of pyproject.toml adds {shlex.join(project)}" if project else "")
     options, unknown = parser.parse_known_args([*given[:1], *project, *given[1:end]])  # the command line wins
     if unknown and is_of_script and not has_script and not unknown[0].startswith("-"):
@@ -187,6 +193,17 @@ _ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
         "metavar": "FACTORS",
         "help": "any of workers,threads,hash-seed,memory; each adds a run that changes it",
     },
+    "--out": {
+        "type": _path,
+        "metavar": "DIR",
+        "help": "folder for the answer (default: a new one in determinism-find)",
+    },
+    "--until": {"type": _number, "metavar": "STEP", "help": "end each run after this step"},
+    "--tries": {
+        "type": _number,
+        "metavar": "N",
+        "help": "pairs that look for a difference (1 at first, 3 once it came)",
+    },
     "-v/--verbose": {"action": "store_true", "help": "print the script's output even on success"},
     "--level": {"choices": ("op", "module", "state"), "help": "op is the default"},
     "--modules": {"type": _names, "metavar": "PATTERNS", "help": "fnmatch patterns of modules, separated by commas"},
@@ -208,6 +225,9 @@ SCRIPT_OPTIONS = [*_ARGUMENTS][[*_ARGUMENTS].index("--level") :]
 """Options of commands that start a script, and of pyproject.toml: ``DeterminismCallback`` and settings."""
 _OF_CHECK = "--vary --numerics --to -v/--verbose"
 _NUMBERS = "--numerics --tolerance --names"
+_OWN_MEANING: Mapping[tuple[str, str], Mapping[str, Any]] = {
+    ("find", "--steps"): {"type": _number, "metavar": "N", "help": "end each run after so many steps"}
+}
 _COMMANDS: Mapping[str, tuple[str, str]] = {
     # name -> what it does, and its arguments
     "show": ("Show the contents of a run.", "run_folder --json --step --rank --segment"),
@@ -219,6 +239,10 @@ _COMMANDS: Mapping[str, tuple[str, str]] = {
     "record": ("Run a script that trains with torch, and record the run.", "run_folder --overwrite"),
     "verify": ("Run a script, and verify its run against a recorded one.", "run_folder --current"),
     "check": ("Run a script twice, recording and then verifying, and say what differs.", _OF_CHECK),
+    "find": (
+        "Run a script twice; if the runs differ, find the op and the numbers, and write a file that shows it.",
+        "reference? --out --json --vary --until --tries -v/--verbose",
+    ),
     "doctor": ("Show which determinism settings are in force; exit 1 if a requested one is not.", "--json --against"),
     "ops": ("Show which ops of the installed torch are nondeterministic, or draw random numbers.", "--json --used-by"),
     "export": ("Write a run as a Parquet data set for DuckDB, Polars and Spark.", "run_folder --to"),
@@ -247,12 +271,16 @@ def _parser(more: str) -> argparse.ArgumentParser:
     for name, (says, arguments) in _COMMANDS.items():
         names, of_script = arguments.split(), dict[str, Any]()
         if name in SCRIPT_COMMANDS:
-            folder = " RUN" if "run_folder" in names else ""
+            folder = " RUN" if "run_folder" in names else " [REFERENCE]" if "reference?" in names else ""
             names += SCRIPT_OPTIONS
             usage = f"det-callbacks {name}{folder} [OPTIONS] -- PROGRAM ARGUMENT ..."
             of_script = {"usage": "\n".join([usage, more]).strip().replace("%", "%%"), "epilog": _OF_SCRIPTS}
         command = commands.add_parser(name, help=says.rstrip("."), description=says, **of_script)
         for argument in names:
             needed: dict[str, Any] = {"required": True} if (name, argument) == ("export", "--to") else {}
-            command.add_argument(*argument.split("/"), **_ARGUMENTS[argument], **needed)
+            if argument.endswith("?"):
+                needed = {"nargs": "?"}
+            argument = argument.rstrip("?")
+            meaning = _OWN_MEANING.get((name, argument), _ARGUMENTS[argument])
+            command.add_argument(*argument.split("/"), **meaning, **needed)
     return parser

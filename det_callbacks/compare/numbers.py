@@ -1,5 +1,6 @@
 """The size of a difference, and what to record again to learn more."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
@@ -10,6 +11,7 @@ import numpy as np
 from det_callbacks.compare.collectives import FirstDifference
 from det_callbacks.digest.numbers import PARTS, can_measure
 from det_callbacks.errors import ReferenceFormatError, SelectionError
+from det_callbacks.runs.environment import ARGUMENTS
 from det_callbacks.runs.files import MANIFEST, damaged
 from det_callbacks.runs.patterns import OpPattern, as_patterns
 from det_callbacks.runs.program import is_collective, is_region
@@ -116,6 +118,13 @@ def next_recording(verdict: Verdict, selection: Selection) -> dict[str, Any] | N
         return {**arguments, "compiled": "eager"}
     has_all = selection.level == "op" and selection.modules == ("*",) and selection.phases == PHASES
     return None if has_all and len(steps) == 1 else arguments
+
+
+def find_command(run: Run) -> str | None:
+    """Return the ``det-callbacks find`` command for the script that made a run, or None if the run does not say."""
+    argv = run.manifest.environment.get(ARGUMENTS)
+    words = argv.value if argv is not None and isinstance(argv.value, list) else []
+    return shlex.join(["det-callbacks", "find", "--", "python", *map(str, words)]) if words else None
 
 
 def _suspects(step: int, selection: Selection) -> range:

@@ -18,6 +18,15 @@ FILL_MEMORY = "DET_CALLBACKS_FILL_MEMORY"
 PERTURB = "DET_CALLBACKS_PERTURB"
 """``DeterminismCallback`` changes the last bit of the inputs of the first recorded step."""
 
+LAST_STEP = "DET_CALLBACKS_LAST_STEP"
+"""The run and the script end well after this step; with a plus sign, after so many steps of this run."""
+
+REPLACES_OWN = "DET_CALLBACKS_REPLACES_OWN"
+"""Runs that the script itself has do nothing, unless they apply settings, so that the command follows the script."""
+
+CAPTURE = "DET_CALLBACKS_CAPTURE"
+"""The call whose inputs are saved, as JSON: see ``CallCapture`` in ``tensors/calls.py``."""
+
 NUM_WORKERS = "DET_CALLBACKS_NUM_WORKERS"
 """``DeterminismCallback`` gives the training's DataLoaders this number of workers."""
 

@@ -36,6 +36,7 @@ class FollowedLoop(TrainingRun):
     """
 
     called = "run"
+    is_of_command = True
 
     def __init__(self, asked: str, module: nn.Module | None, optimizers: Sequence[Optimizer]) -> None:
         model = models_of(module, optimizers)

@@ -324,7 +324,8 @@ def next_lines(verdict: Verdict) -> Sequence[str]:
     if first.phase == "other" and not first.op:  # a step that only one run has
         paths = dict.fromkeys([verdict.reference if first.kind == "missing" else verdict.current])
     shown = [" ".join(["det-callbacks show", shlex.quote(path), *step]) for path in paths]
-    return [*shown, *([] if verdict.record_next is None else _record_next(verdict.record_next))]
+    find = [] if verdict.find_command is None else [f"to find the op and the numbers in one go: {verdict.find_command}"]
+    return [*shown, *find, *([] if verdict.record_next is None else _record_next(verdict.record_next))]
 
 
 def _record_next(arguments: Mapping[str, Any]) -> list[str]:
@@ -332,10 +333,14 @@ def _record_next(arguments: Mapping[str, Any]) -> list[str]:
     which = f"step{'s' * (len(steps) > 1)} {listed(map(str, steps), limit=10)}" if steps else "the run"
     why = "to see by how much it differs" if "keep_tensors" in arguments else "to see where it starts"
     python = [f"{name}={json.dumps(value)}" for name, value in arguments.items()]
-    texts = {name: value if isinstance(value, str) else ",".join(map(str, value)) for name, value in arguments.items()}
-    options = [f"--{name.removesuffix('_tensors').replace('_', '-')}={text}" for name, text in texts.items()]
     return [
         f"{why}, record {which} again on both sides and compare the two recordings (det-callbacks diff):",
         f"    in Python  {', '.join(python)}",
-        f"    on the command line  {shlex.join(options)}",
+        f"    on the command line  {shlex.join(options_of(arguments))}",
     ]
+
+
+def options_of(arguments: Mapping[str, Any]) -> list[str]:
+    """Return the options of the command line for ``Verdict.record_next``."""
+    texts = {name: value if isinstance(value, str) else ",".join(map(str, value)) for name, value in arguments.items()}
+    return [f"--{name.removesuffix('_tensors').replace('_', '-')}={text}" for name, text in texts.items()]

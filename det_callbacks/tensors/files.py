@@ -171,16 +171,7 @@ class StepWriter:
             path.unlink(missing_ok=True)
         if not tensors and not values:
             return
-        # large elements first, like safetensors, which aligns all of them
-        order = sorted(tensors, key=lambda key: -tensors[key].bits.nbytes // max(tensors[key].num_saved, 1))
-        sections: dict[str, Any] = {}
-        offset = 0
-        for key in order:
-            name, size = _SAFETENSORS.get(tensors[key].dtype), tensors[key].bits.nbytes
-            whole = [*tensors[key].shape] if tensors[key].every == 1 else [tensors[key].num_saved]
-            shape = whole if name else [size]
-            sections[key] = {"dtype": name or "U8", "shape": shape, "data_offsets": [offset, offset + size]}
-            offset += size
+        sections = _sections(tensors)
         entries = {
             key: {
                 **{name: getattr(saved, name) for name in ("dtype", "shape", "first", "every")},
@@ -191,20 +182,7 @@ class StepWriter:
         }
         content = {"format_version": TENSORS_FORMAT_VERSION, "entries": entries, "values": dict(values)}
         text = json.dumps(content | asdict(replace(self._place, step=step)))
-        header = json.dumps({"__metadata__": {_METADATA: text, _SEAL: _seal(text, sections)}, **sections}).encode()
-        header += b" " * (-len(header) % 8)
-        make_folder(path.parent)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        with writing(path):
-            try:
-                with open_to_write(temporary, "wb") as file:
-                    file.write(len(header).to_bytes(8, "little") + header)
-                    for key in order:
-                        file.write(tensors[key].bits.data)
-                temporary.replace(path)
-            except BaseException:  # including Ctrl-C
-                temporary.unlink(missing_ok=True)
-                raise
+        write_tensors(path, tensors, {_METADATA: text, _SEAL: _seal(text, sections)})
 
     def delete(self) -> None:
         """Delete all files written next to the stream, when its attempt is discarded."""
@@ -300,6 +278,38 @@ class SavedStep:
         if not is_whole or not is_described:
             raise damaged(self.path, "it is longer or shorter than what it lists")
         return content, {key: (begin, end) for key, (begin, end) in bounds.items()}
+
+
+def _sections(tensors: Mapping[str, SavedTensor]) -> dict[str, Any]:
+    """Return the header's entry of each tensor: large elements first, like safetensors, which aligns all of them."""
+    sections: dict[str, Any] = {}
+    offset = 0
+    for key in sorted(tensors, key=lambda key: -tensors[key].bits.nbytes // max(tensors[key].num_saved, 1)):
+        name, size = _SAFETENSORS.get(tensors[key].dtype), tensors[key].bits.nbytes
+        whole = [*tensors[key].shape] if tensors[key].every == 1 else [tensors[key].num_saved]
+        shape = whole if name else [size]
+        sections[key] = {"dtype": name or "U8", "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
+    return sections
+
+
+def write_tensors(path: Path, tensors: Mapping[str, SavedTensor], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file atomically."""
+    sections = _sections(tensors)
+    header = json.dumps({"__metadata__": metadata, **sections}).encode()
+    header += b" " * (-len(header) % 8)
+    make_folder(path.parent)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with writing(path):
+        try:
+            with open_to_write(temporary, "wb") as file:
+                file.write(len(header).to_bytes(8, "little") + header)
+                for key in sections:
+                    file.write(tensors[key].bits.data)
+            temporary.replace(path)
+        except BaseException:  # including Ctrl-C
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def _seal(text: str, sections: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ import msgspec
 from det_callbacks.digest.host import format_digest
 from det_callbacks.environment.capture import capture_environment, command_choice
 from det_callbacks.environment.rng import digest_generator
-from det_callbacks.environment.variables import PERTURB
+from det_callbacks.environment.variables import PERTURB, REPLACES_OWN
 from det_callbacks.errors import SelectionError
 from det_callbacks.runs.environment import GENERATOR, OPTIMIZER, EnvironmentEntry
 from det_callbacks.runs.patterns import as_patterns
@@ -33,6 +33,7 @@ class RunArguments:
     """The arguments of ``DeterminismCallback``, checked; it documents them."""
 
     called = "DeterminismCallback"  # in messages
+    is_of_command = False  # whether ``det-callbacks`` made it, not the script
 
     def __init__(
         self,
@@ -58,6 +59,8 @@ class RunArguments:
         log_metrics: bool = True,
     ) -> None:
         super().__init__()
+        if REPLACES_OWN in os.environ and settings is None and not self.is_of_command:
+            mode = "disabled"
         self.mode, self.steps, self.on_divergence, self.resume = mode, steps, on_divergence, resume
         self.overwrite, self.log_metrics = overwrite, log_metrics
         self.audit_replicas_every_n_steps = audit_replicas_every_n_steps

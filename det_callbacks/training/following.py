@@ -1,5 +1,6 @@
 """Follows a run from setup to verdict, on every exit path; each integration calls it."""
 
+import os
 from contextlib import ExitStack
 from traceback import walk_tb
 from typing import Any
@@ -8,6 +9,7 @@ from typing_extensions import override
 
 from det_callbacks.audit.result import AuditReport
 from det_callbacks.digest.unobserved import hidden
+from det_callbacks.environment.variables import LAST_STEP
 from det_callbacks.errors import DetCallbacksError, WriteError
 from det_callbacks.internals.torch import TORCH, modules_in
 from det_callbacks.internals.versions import newer_than_tested
@@ -53,6 +55,7 @@ class FollowedRun(RunArguments):
         self._replicas = Replicas(self.audit_replicas_every_n_steps, self.on_divergence)
         self._is_open = False
         self._step = -1  # the last started step
+        self._num_ended = 0  # steps of all fits
 
     @property
     def replica_report(self) -> ReplicaReport | None:
@@ -136,6 +139,18 @@ class FollowedRun(RunArguments):
         self._stop_together(differs=differs, asks_now=error is not None)
         if error is not None:
             raise error
+        self._num_ended += 1
+        if self._is_open and self._is_last_wanted():
+            self._end()
+            self._stage.close()
+            raise SystemExit(0)
+
+    def _is_last_wanted(self) -> bool:
+        """Return whether the command needs no later step."""
+        wanted = os.environ.get(LAST_STEP, "")
+        if not wanted:
+            return False
+        return self._num_ended >= int(wanted) if wanted.startswith("+") else self._step >= int(wanted)
 
     def _after_step(self) -> bool:
         """Return whether something else than the step differs, such as a metric."""

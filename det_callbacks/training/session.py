@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from det_callbacks.audit.result import AuditReport
 from det_callbacks.digest.unobserved import hidden
-from det_callbacks.environment.variables import FILL_MEMORY, PERTURB
+from det_callbacks.environment.variables import CAPTURE, FILL_MEMORY, PERTURB
 from det_callbacks.errors import TraceError
 from det_callbacks.findings.table import ignored_findings
 from det_callbacks.observers.observations import REGISTRY, Observations
@@ -20,6 +20,7 @@ from det_callbacks.runs.manifest import Manifest
 from det_callbacks.runs.peers import ALONE, Peers
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import Expectation, StepTrace
+from det_callbacks.tensors.calls import CallCapture
 from det_callbacks.tensors.copies import TensorBudget
 from det_callbacks.tensors.files import KEPT, REPLAY, SavedStep, StepWriter
 from det_callbacks.tensors.keep import Keeper
@@ -127,6 +128,8 @@ class TracedSession(Session):
         self.op_replay: OpReplay | None = None
         self.keeper: Keeper | None = None
         self._perturbation = Perturbation() if PERTURB in os.environ else None
+        wanted = os.environ.get(CAPTURE)
+        self._capture = None if wanted is None else CallCapture(wanted, arguments.tensor_budget_mib)
         self._step_writers: list[StepWriter] = []
         self._of_rank = "" if peers.world_size == 1 else f" of rank {peers.rank}"
 
@@ -171,7 +174,10 @@ class TracedSession(Session):
         if FILL_MEMORY in os.environ:
             recorder.undigested.fill = int(os.environ[FILL_MEMORY])
         recorder.plans.nondeterministic_ops = ops
-        hooks = self.op_replay, self._perturbation, self.keeper  # the keeper sees what the others wrote
+        # keeper and capture see what the others wrote
+        hooks = self.op_replay, self._perturbation, self.keeper, self._capture
+        if self._capture is not None:
+            recorder.plans.around = self._capture.around
         recorder.output_hooks.every = tuple(hook for hook in hooks if hook is not None)
         owner = f"the {self.arguments.called} of {self.path}"
         self._observations = Observations(recorder, owner=owner, level=selection.level)
@@ -206,6 +212,9 @@ class TracedSession(Session):
         if selection.selects_step(step):
             if self._perturbation is not None:
                 self._perturbation.begin(batch)
+            if self._capture is not None:
+                place = {"rank": self.peers.rank, "segment": self.run.segment, "step": step}
+                self._capture.begin(is_wanted=self._capture.is_of(**place))
             # a resume repeats step 0 if an exception ended it; with only_steps, no step is special
             is_first = step == 0 or (self._is_first and selection.only_steps is None)
             self._hash_mode.begin(batch=batch, is_first=is_first, expected=self._begin_tensors(step))
@@ -291,6 +300,8 @@ class TracedSession(Session):
                 f"after step {step - 1} can be recorded or verified. Close that mode inside the training step."
             )
         self._optimized.compare_state(trace)
+        if self._capture is not None:
+            self._capture.end_step(trace)
         self._is_first = False
         return self._add(trace, step=step, epoch=epoch)
 

@@ -16,7 +16,7 @@ from det_callbacks.compare.evidence import Evidence, find_evidence
 from det_callbacks.compare.metrics import MetricComparison, MetricDifference
 from det_callbacks.compare.module_names import ModuleNames
 from det_callbacks.compare.nonfinite import first_nonfinite
-from det_callbacks.compare.numbers import next_recording, with_numbers
+from det_callbacks.compare.numbers import find_command, next_recording, with_numbers
 from det_callbacks.compare.numerics import compare_numerics
 from det_callbacks.compare.ranks import RankFindings, RankWalk, WholeSteps
 from det_callbacks.compare.record import TOGETHER, Tally, read_records
@@ -167,9 +167,11 @@ def compare_runs(
     )
     verdict = judge.verdict()
     findings, unread = _findings(current_run)
+    record_next = next_recording(verdict, reference_run.manifest.selection)
     return replace(
         verdict,
-        record_next=next_recording(verdict, reference_run.manifest.selection),
+        record_next=record_next,
+        find_command=None if record_next is None else find_command(current_run),
         findings=findings,
         evidence=(*verdict.evidence, *unread, *_nonfinite(reference_run, current_run)),
     )

@@ -83,7 +83,7 @@ def test_arguments_are_listed():
 def test_the_page_of_the_command_line_is_its_help(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "98")
     page = (DOCS / "reference" / "cli.md").read_text()
-    commands = "show findings diff record verify check doctor ops check-checkpoint export"
+    commands = "show findings diff record verify check find doctor ops check-checkpoint export"
     for command in commands.split():
         with pytest.raises(SystemExit):
             cli.main([command, "--help"])

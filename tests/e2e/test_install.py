@@ -65,6 +65,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel, source):
         "schemas/verdict.json",
         "runs/store.py",
         "conf/determinism/record.yaml",
+        "cli/repro.py.j2",
         "report/report.html.j2",
     }
     assert {f"det_callbacks/{name}" for name in some} <= wanted

@@ -132,7 +132,7 @@ def test_the_oracle_sees_a_map_that_is_one_node_off(monkeypatch):
     exact = backward.next_sequence_number
     monkeypatch.setattr(backward, "next_sequence_number", lambda: exact() + 1)
     assert judge(*MODELS["transformer"]()).unnamed
-    monkeypatch.setattr(backward, "_fits", lambda _op, _name: True)
+    monkeypatch.setattr(backward, "is_maker", lambda _op, _name: True)
     assert judge(*MODELS["transformer"]()).wrong
 
 

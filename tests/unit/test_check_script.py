@@ -168,6 +168,15 @@ def test_what_is_known_best_decides_the_status(vary, ends, outcomes, code, check
     assert f"bit for bit;{' its results depend on hash-seed;' * (code == 1)} kept in" in lines[-1]
 
 
+@pytest.mark.parametrize("options", ["", "--vary threads"])
+def test_check_names_the_command_that_finds_the_op_unless_nothing_more_can_be_learned(options, check):
+    runs = (End(), End(1, replace(DIVERGED, record_next={"level": "op"})))
+    _, lines, _ = check(*runs, options=options)
+    words = " ".join(["det-callbacks find", *options.split(), "-- python train.py lr=1"])
+    assert words in " ".join(lines)
+    assert "det-callbacks find" not in " ".join(check(End(), End(1, DIVERGED), options="--to other")[1])
+
+
 @pytest.mark.parametrize(("options", "seed"), [("", None), ("", 7), ("--seed 0", 0)])
 def test_a_script_without_a_seed_is_told_of_the_option(options, seed, check, monkeypatch):
     monkeypatch.setitem(MANIFEST, "settings", {"seed": seed})

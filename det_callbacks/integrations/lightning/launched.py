@@ -14,7 +14,7 @@ from det_callbacks.integrations.lightning.logged import print_beside_bar
 class LaunchedCallback(DeterminismCallback):
     """Records all fits of a script as one run, unless the script has a DeterminismCallback."""
 
-    gives_way = True
+    gives_way = is_of_command = True
     _has_claimed = False
 
     @override

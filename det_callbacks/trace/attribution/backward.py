@@ -36,7 +36,7 @@ _REENTRANT = "CheckpointFunctionBackward"
 _COMPILED = "CompiledFunctionBackward"  # AOTAutograd's
 _COPY_SLICES = "torch::autograd::CopySlices"
 _FRAMES_BELOW = 2  # from ``BackwardMap.scope`` to the engine: its caller and ``__torch_dispatch__``
-_MAX_BETWEEN = 6  # nodes that an op may make before it runs, including its main node
+MAX_BETWEEN = 6  # nodes that an op may make before it runs, including its main node
 _MAX_FOLLOWED = 1000
 _MAX_NODES = 100_000
 _MAX_STACKS = 10_000  # a run has a few hundred
@@ -187,18 +187,18 @@ def _find_in(nodes: _Nodes, number: int, name: str, code: CodeType | None) -> Op
         if call.op_base == "aten.clone":
             call = nodes.get(number - 2, [_UNSEEN])[0]
         return _scope_in(call) if call.is_in_place else UNKNOWN
-    num_between = next((at for at in range(_MAX_BETWEEN) if number + at in nodes), 0)
+    num_between = next((at for at in range(MAX_BETWEEN) if number + at in nodes), 0)
     call = nodes.get(number + num_between, [_UNSEEN])[0]
     if code is not None:
         found = _scope_in(call, code)
         if found is not UNKNOWN or num_between:
             return found
-    if _fits(call.op_base, name):
+    if is_maker(call.op_base, name):
         found = _scope_in(call)
         if code is None and not num_between:
             _scopes_of(call)[name] = found  # a cache that ``_of_node`` checks first
         return found
-    return next((_scope_in(later) for later in nodes.get(number, [])[1:] if _fits(later.op_base, name)), UNKNOWN)
+    return next((_scope_in(later) for later in nodes.get(number, [])[1:] if is_maker(later.op_base, name)), UNKNOWN)
 
 
 def _scopes_of(call: CallNode) -> dict[object, OpScope]:
@@ -225,7 +225,7 @@ def _callers_of(code: CodeType, call: CallNode) -> set[str]:
 
 
 @lru_cache(maxsize=4096)
-def _fits(op_base: str, name: str) -> bool:
+def is_maker(op_base: str, name: str) -> bool:
     """Return whether an op can create a node of this name: "aten.nll_loss_forward" creates "NllLossBackward0"."""
     base = re.sub(r"Backwards?\d*(_copy)?$", r"\1", name.rpartition("::")[2]).replace("_", "").lower()
     op = op_base.removeprefix("aten.").replace("_", "").replace(".", "").lower().removesuffix("forward")

@@ -17,6 +17,7 @@ class Plans:
 
     def __init__(self, place: Callable[[], tuple[str, OpScope]]) -> None:
         self.nondeterministic_ops: NondeterministicOps | None = None  # set before the first step
+        self.around: Callable[[OpPlan], Callable[..., Any]] | None = None  # likewise: what runs an op instead
         self.program = ProgramCode()
         # by id: hashing an OpOverload runs Python code; a plan keeps it alive
         self.of_native: dict[int, OpPlan] = {}
@@ -34,6 +35,8 @@ class Plans:
             plan = replace(plan, call=partial(self.program.run, call))
         if self.nondeterministic_ops is not None:
             plan = replace(plan, call=self.nondeterministic_ops.guard(plan, self._place))
+        if self.around is not None:
+            plan = replace(plan, call=self.around(plan))
         if plan.whole is not None:
             plan = replace(plan, whole=replace(plan.whole, call=plan.call))
         self.known[id(func)] = plan
