@@ -23,7 +23,6 @@ from det_callbacks.cli.check import (
     with_hash_seed,
 )
 from det_callbacks.cli.repro import REPRO, Repro, make_repro
-from det_callbacks.compare.facts import COLLECTIVES
 from det_callbacks.compare.numbers import find_command
 from det_callbacks.compare.record import REPORT_FILE, VERDICT_FILE
 from det_callbacks.environment.variables import CAPTURE, LAST_STEP, REPLACES_OWN
@@ -33,7 +32,7 @@ from det_callbacks.report.verdict import options_of, verdict_report
 from det_callbacks.runs.disk import make_folder, replace_atomically
 from det_callbacks.runs.environment import COMMIT
 from det_callbacks.runs.files import read_file
-from det_callbacks.runs.program import REGION
+from det_callbacks.runs.program import COLLECTIVES, REGION
 from det_callbacks.runs.store import Run
 from det_callbacks.text import count
 from det_callbacks.verdict import Divergence, Verdict
