@@ -1,4 +1,4 @@
-"""Ops that ran in one run only, in another order or again: two steps that are not the same program."""
+"""Ops that ran in one run only, in a different order or again: two steps that are not the same program."""
 
 from collections import Counter
 from typing import Literal

@@ -223,7 +223,7 @@ def _restore(graph: Graph, names: list[str]) -> str:
         "Compare what was loaded with what was saved (det-callbacks check-checkpoint compares two checkpoints), and "
         "check what changes this state before the step"
     )
-    return advice if trained else f"{advice}. A checkpoint has no buffers with persistent=False: save them beside it"
+    return advice if trained else f"{advice}. A checkpoint has no buffers with persistent=False: save them separately"
 
 
 def _lost_gradients(graph: Graph) -> Explanation | None:

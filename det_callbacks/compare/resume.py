@@ -22,8 +22,8 @@ def find_resumed_step(
     """Return the step that continues where a step of the reference left its state, or None if none did.
 
     A fit that begins with the state that the reference began with is not resumed. Parameters and buffers have to be
-    equal; steps that left the same ones are told apart by the optimizer state, and by the batch of the step that
-    follows. Reads the digests of each step of the fit once.
+    equal. If several steps left the same ones, the optimizer state and the batch of the following step tell which it
+    was. Reads the digests of each step of the fit once.
 
     Args:
         run: the reference.
