@@ -85,6 +85,7 @@ class Search:
     def __init__(self, script: Script, home: Path, *, last_step: str, reference: Path | None) -> None:
         self.pairs: list[Pair] = []
         self.current = script  # may vary a factor
+        self.captured: Mapping[str, Any] = {}  # the last call that a run was to save
         self.reference = reference  # the last recording
         self.is_given = reference is not None
         self._script = script
@@ -107,6 +108,7 @@ class Search:
         arguments = {**given, **plan}
         variables = {LAST_STEP: last} if (last := last_step or self._last_step) else {}
         captured = variables if capture is None else {**variables, CAPTURE: json.dumps(capture)}
+        self.captured = self.captured if capture is None else capture
         recorded = " ".join(f"{name}={_shown(value)}" for name, value in arguments.items())
         if not self.is_given:
             self.reference = self._runs / f"{self._num_runs + 1:02d}-reference"
@@ -197,11 +199,16 @@ def find(options: argparse.Namespace) -> int:
 
 def _search(search: Search, home: Path, vary: Sequence[str], *, tries: int | None) -> str:
     """Ask one question after the other; return what ended the search early, or ""."""
-    is_varied, asked = False, list[dict[str, Any]]()
+    is_varied, asked, failed = False, list[dict[str, Any]](), list[FailedRunError]()
     has_found = search.ask({}, tries=tries or 1)
     for name in (factor for factor in FACTORS if factor in vary and not has_found):
         assert search.reference is not None, "something was recorded"
-        has_found = is_varied = search.vary(varied(search.current, name, Run.open(search.reference)))
+        try:
+            has_found = is_varied = search.vary(varied(search.current, name, Run.open(search.reference)))
+        except FailedRunError as error:  # another factor may still tell
+            failed.append(error)
+    if failed and not has_found:
+        raise failed[0]
     while has_found and len(asked) < MAX_QUESTIONS and not search.is_given:
         assert search.found is not None, "a pair differs"
         verdict, start = search.found.verdict, search.found.start
@@ -220,7 +227,7 @@ def _search(search: Search, home: Path, vary: Sequence[str], *, tries: int | Non
             if search.ask(plan, tries=tries or TRIES, capture=capture, last_step=last_step) or capture is not None:
                 continue
             if "compiled" in plan:
-                return "With compiled=eager the runs match, so the difference comes from compiled code."
+                return f"With compiled=eager, {count(tries or TRIES, 'pair')} match: no op of the eager code differed."
             # a race that moved may come at another step
             if wide == plan or not search.ask(wide, tries=tries or TRIES):
                 return f"It did not come again in {tries or TRIES} more pairs: raise --tries."
@@ -252,7 +259,7 @@ def _repro(search: Search, home: Path, script: Script) -> Repro | None:
         search.plan(1)
         with contextlib.suppress(FailedRunError):
             search.ask({}, tries=1, capture=_call_at(start, home))
-    if not saved.exists():
+    if not saved.exists() or search.captured != _call_at(start, home):
         why = "the recordings do not show in which op the difference starts"
         return Repro(path=None, text=f"no run saved the inputs of {start.op}" if start.is_origin else why)
     assert search.reference is not None, "something was recorded"

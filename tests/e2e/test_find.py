@@ -174,6 +174,19 @@ def test_a_run_that_fails_later_leaves_the_verdict_so_far(find):
     assert "The search ended early: The script exited with status 1" in " ".join(done.text.split())
 
 
+def test_a_factor_that_cannot_be_varied_does_not_hide_another(find, monkeypatch):
+    """The script has no DataLoader whose workers could vary."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    done = find("--vary=workers,threads")
+    assert (done.status, "no torch DataLoader" in done.errors) == (2, True), done.errors
+    assert "threads: 2 instead of 1" in done.text
+    shutil.rmtree("out")
+    Path("train.py").write_text(APP.replace('runs if fault == "unseeded"', '7 if os.environ["OMP_NUM_THREADS"] == "2"'))
+    done = find("--vary=workers,threads", "--tries=1")
+    assert done.status == 1, done.errors
+    assert "torch.num_threads" in done.text
+
+
 def test_with_a_given_reference_it_says_what_to_record_where(find):
     shutil.copy(RACING_APP, "train.py")
     assert main(["record", "ref", "--level=state", "--", sys.executable, "train.py"]) == 0
