@@ -440,8 +440,8 @@ class StepDifference:
 def recomputed_otherwise(view: StepView) -> int | None:
     """Return the first output that activation checkpointing computed again with other bits than before, or None.
 
-    Its first executions are the calls of the same op on the same line of the same module before the backward pass,
-    with the same arguments; a module may be called several times, and backward runs them in reverse.
+    Its first executions are the calls of the same op in the same module, or outside modules on the same line, before
+    the backward pass, with the same arguments; a module may be called several times, and backward runs them in reverse.
     """
     first_runs: defaultdict[Hashable, set[int]] = defaultdict(set)
     again: list[tuple[int, Hashable]] = []
@@ -450,7 +450,8 @@ def recomputed_otherwise(view: StepView) -> int | None:
         if site.op and site.role == "output" and site.name is None and entry is not None:
             # the detail, which parts of its inputs it reads, is only known of forward ops
             made = site.output, entry.dtype, entry.shape
-            key = site.module, site.op, site.arguments, site.source[:1], made
+            line = site.source[:1] if site.module in ("", "?") else ()
+            key = site.module, site.op, site.arguments, line, made
             if site.recomputed:
                 again.append((position, key))
             elif site.phase != "backward":

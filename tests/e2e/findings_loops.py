@@ -238,7 +238,7 @@ def energy_distance(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
 class Recomputed(nn.Module):
     """Dropout, attention, or a scale that changes after the forward pass, in a checkpointed region."""
 
-    preserves, scales = False, False
+    preserves, scales, only_drops = False, False, False
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,7 +248,8 @@ class Recomputed(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         options = {"use_reentrant": False, "preserve_rng_state": self.preserves or self.scales}
-        outputs = checkpoint(self.scaled if self.scales else self.attended, inputs, **options)
+        region = self.scaled if self.scales else self.drop if self.only_drops else self.attended
+        outputs = checkpoint(region, inputs, **options)
         self.scale.add_(1.0)
         return outputs
 
@@ -411,6 +412,7 @@ GUILTY_LOOPS: dict[str, list[tuple[Training, tuple[int, ...], list[str]]]] = {
     "recomputation_differs": [
         (recomputed(), (0, 7), ["hidden"]),
         (recomputed(scales=True), (0, 7), ["hidden"]),
+        (recomputed(only_drops=True), (0, 7), ["hidden.drop"]),  # no line of the program in its region
     ],
     "stale_state": [(variant(Distils), (0, 23), ["teacher.hidden.running_mean", "teacher.hidden.running_var"])],
     "moving_statistics": [
@@ -434,6 +436,7 @@ INNOCENT_LOOPS: dict[str, Training] = {
     ),
     "all pairs on purpose": with_one_output(energy_distance),
     "recomputed with its generator": recomputed(preserves=True),
+    "only dropout, recomputed with its generator": recomputed(preserves=True, only_drops=True),
     "buffers are copied": variant(Distils, averages_buffers=True),
     "a teacher with statistics of its own": variant(Distils, in_eval=False),
     "an average that does not run": variant(Distils, runs=False),
