@@ -215,15 +215,19 @@ def restored_state(graph: Graph, walk: Walk) -> Explanation | None:
 def _restore(graph: Graph, names: list[str]) -> str:
     """Return what to do about state that was not restored."""
     programs = graph.difference.reference.program, graph.difference.current.program
-    subjects = {site.name: site.subject for program in programs for site in program.sites}
+    sites = [site for program in programs for site in program.sites]
+    subjects = {site.name: site.subject for site in sites}
+    trained = {site.of for site in sites if site.subject == "gradient"}
     if {subjects.get(name) for name in names} == {"state"}:
         return "Save the optimizer's state (optimizer.state_dict) with the checkpoint, and load it"
-    trained = {f"grad of {name}" for name in names} & {name for names in graph.gradients for name in names}
+    buffers = [name for name in names if subjects.get(name) == "tensor" and name not in trained]
     advice = (
         "Compare what was loaded with what was saved (det-callbacks check-checkpoint compares two checkpoints), and "
         "check what changes this state before the step"
     )
-    return advice if trained else f"{advice}. A checkpoint has no buffers with persistent=False: save them separately"
+    if len(buffers) < len(names):
+        return advice
+    return f"{advice}. A checkpoint has no buffers with persistent=False: save them separately"
 
 
 def _lost_gradients(graph: Graph) -> Explanation | None:

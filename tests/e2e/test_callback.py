@@ -170,7 +170,7 @@ def test_what_is_replaced_has_a_row_on_its_page():
     rooms = ("training", "integrations", "checkpoint")
     files = [path for room in rooms for path in package.glob(f"{room}/**/*.py")]
     found = {path.name: number for path in files if (number := len(sets.findall(path.read_text())))}
-    assert found == {"loaders.py": 2}
+    assert found == {"trainer.py": 2}
     with pytest.raises(AssertionError, match=r"replaced\.md has no row for forward of Linear"):
         ReplacedMethods().put(nn.Linear(1, 1), "forward", lambda one: one)
     source = "".join(path.read_text() for path in package.rglob("*.py"))
