@@ -57,7 +57,9 @@ def make_program(num_sites: int) -> Program:
         raise ValueError(f"a step has at least {NUM_LEADING + 1} sites; got {num_sites}")
     sites = [
         Site(phase="data", module="", op="", occurrence=0, output=0, role="named", subject="tensor", of="batch[0]"),
-        Site(phase="rng", module="", op="", occurrence=0, output=0, role="generator", subject="generator", of="torch.cpu"),
+        Site(
+            phase="rng", module="", op="", occurrence=0, output=0, role="generator", subject="generator", of="torch.cpu"
+        ),
     ]
     counts: dict[tuple[str, str, str], int] = {}
     for position in range(NUM_LEADING, num_sites):
