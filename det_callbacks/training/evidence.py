@@ -29,7 +29,7 @@ _FIT_START = "fit start"
 MAX_INDICES = 256  # recorded for a batch; a digest covers all
 
 
-class Evidence(Ledger, LoaderFollower):
+class EvidenceLedger(Ledger, LoaderFollower):
     """The ledger of one fit, with hooks, options, loaders and batches; costs 40 microseconds a step."""
 
     def __init__(self, training: Training, reader: GeneratorReader, *, is_resumed: bool) -> None:

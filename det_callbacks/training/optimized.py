@@ -22,7 +22,7 @@ NUM_UPDATES = 3  # in which a trained parameter changes; if one does not, as man
 MIN_SHARE, MIN_EPSILONS = 1e-4, 16
 
 
-class OptimizedParameters:
+class ParameterNotes:
     """Notes the trainable parameters of each optimizer, and which other parameters get gradients.
 
     It lists them at the start of an epoch. A step checks only parameters without an optimizer that had no

@@ -32,8 +32,8 @@ from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.trace.state.generators import GeneratorReader
 from det_callbacks.trace.tables.nondeterministic_ops import NondeterministicOps
 from det_callbacks.training.arguments import RunArguments
-from det_callbacks.training.evidence import Evidence
-from det_callbacks.training.optimized import OptimizedParameters
+from det_callbacks.training.evidence import EvidenceLedger
+from det_callbacks.training.optimized import ParameterNotes
 from det_callbacks.training.training import Training
 from det_callbacks.verdict import Verdict
 from det_callbacks.verify.verification import Verification
@@ -167,7 +167,7 @@ class TracedSession(Session):
         self._ops, self._training = ops, training
         # the first step after a resume is recorded like any later step
         self._is_first = not self.is_resumed
-        self._evidence = Evidence(training, self.reader, is_resumed=self.is_resumed)
+        self._evidence = EvidenceLedger(training, self.reader, is_resumed=self.is_resumed)
         self._hash_mode = HashMode.for_training(training.module, selection, base_phase=training.base_phase)
         recorder = self._hash_mode.recorder
         recorder.generators.reader = self.reader
@@ -190,7 +190,7 @@ class TracedSession(Session):
     @hidden
     def attach(self, training: Training) -> None:
         self._hash_mode.optimizers = list(training.optimizers)
-        self._optimized = OptimizedParameters(training.module, training.optimizers, self._evidence)
+        self._optimized = ParameterNotes(training.module, training.optimizers, self._evidence)
         self._hash_mode.list_further = training.further_state
         training.mark_forward(self._hash_mode.marks_forward)
         training.leave_out(self._hash_mode.leaves_out)

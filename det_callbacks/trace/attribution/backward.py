@@ -26,7 +26,7 @@ from det_callbacks.internals.torch import (
     sequence_number,
     top_hooks,
 )
-from det_callbacks.trace.attribution.engine import Entry, engine_entry, frames_above_engine, source_of
+from det_callbacks.trace.attribution.engine import EngineEntry, engine_entry, frames_above_engine, source_of
 from det_callbacks.trace.attribution.modules import UNKNOWN_MODULE, ModuleStack, repeated_region
 from det_callbacks.trace.op.call_graph import CallNode, OpScope
 from det_callbacks.trace.tables.overloads import OpPlan
@@ -112,7 +112,7 @@ class BackwardMap:
         entry = engine_entry(_FRAMES_BELOW)
         node = current_node()
         if node is None:
-            return ENGINE if entry is Entry.ENGINE else _HOOK
+            return ENGINE if entry is EngineEntry.ENGINE else _HOOK
         name = node.name()
         if (top_hooks(True) is not None or name == _REENTRANT) and (region := repeated_region()) is not None:
             return scope_in(self._caller_of(region), recomputed=True)
@@ -120,7 +120,7 @@ class BackwardMap:
             found = _of_accumulation(self._parameter_names.get(id(node.variable)))
         else:
             found = self._of_node(node, name)
-        return found if entry is not Entry.HOOK else scope_in(found.module, recomputed=False)
+        return found if entry is not EngineEntry.HOOK else scope_in(found.module, recomputed=False)
 
     def note_stack(self, call: CallNode) -> None:
         """Note the running code and modules at a new call, innermost first, to find the forward of a Function."""

@@ -16,7 +16,7 @@ _APPLY_FUNCTION = BackwardCFunction.apply.__code__
 _is_mode = lru_cache(maxsize=1024)(is_mode)
 
 
-class Entry(Enum):
+class EngineEntry(Enum):
     ENGINE = "one of torch's formulas, or the engine itself"
     FUNCTION = "the backward of a Python autograd Function"
     HOOK = "other Python code: a hook on a tensor or a node, or on saved tensors"
@@ -30,7 +30,7 @@ def frames_above_engine() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def engine_entry(depth: int = 0) -> Entry:
+def engine_entry(depth: int = 0) -> EngineEntry:
     """Return how the autograd engine reached the running op.
 
     It costs 0.1 microseconds if ``depth`` frames separate the engine from the caller.
@@ -41,13 +41,17 @@ def engine_entry(depth: int = 0) -> Entry:
         frame = sys._getframe(1)
     # a thread of the engine has no frame below the first
     if frame is None or frame.f_code is RUN_BACKWARD:
-        return Entry.ENGINE
+        return EngineEntry.ENGINE
     outermost = None
     for frame in frames_above_engine():
         outermost = frame.f_code
     if outermost is _APPLY_FUNCTION:
-        return Entry.FUNCTION
-    return Entry.ENGINE if outermost is None or _is_mode(outermost.co_filename, outermost.co_name) else Entry.HOOK
+        return EngineEntry.FUNCTION
+    return (
+        EngineEntry.ENGINE
+        if outermost is None or _is_mode(outermost.co_filename, outermost.co_name)
+        else EngineEntry.HOOK
+    )
 
 
 def source_of(scope: OpScope) -> tuple[str, ...]:
@@ -57,5 +61,5 @@ def source_of(scope: OpScope) -> tuple[str, ...]:
     """
     if scope.source is None:
         return capture_source()
-    own = capture_source(RUN_BACKWARD) if engine_entry() is Entry.FUNCTION else ()
+    own = capture_source(RUN_BACKWARD) if engine_entry() is EngineEntry.FUNCTION else ()
     return scope.source if is_of_torch(own) else (*own, *scope.source)[:MAX_LINES]

@@ -19,7 +19,7 @@ UNKNOWN = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class ByteRange:
     """The bytes of a storage from the first to the last byte of a strided tensor."""
 
     low: int
@@ -35,22 +35,22 @@ class Region:
         strides = (*(step * itemsize for step, _ in self.holes), 1)
         return np.lib.stride_tricks.as_strided(mask[self.low - low :], shape, strides)
 
-    def overlaps(self, other: "Region") -> bool:
+    def overlaps(self, other: "ByteRange") -> bool:
         """Return whether two regions share a byte; also True for some that interleave."""
         return self.low < other.high and other.low < self.high
 
-    def contains(self, other: "Region") -> bool:
+    def contains(self, other: "ByteRange") -> bool:
         """Return whether this region has every byte of ``other``; also False for some regions with holes."""
         return self == other if self.holes else self.low <= other.low and other.high <= self.high
 
-    def without(self, other: "Region") -> list["Region"]:
+    def without(self, other: "ByteRange") -> list["ByteRange"]:
         """Return this region minus ``other``; all of it if either has holes and ``other`` does not contain it."""
         if other.contains(self):
             return []
         if self.holes or other.holes or not self.overlaps(other):
             return [self]
         ends = [(self.low, min(self.high, other.low)), (max(self.low, other.high), self.high)]
-        return [Region(low, high) for low, high in ends if low < high]
+        return [ByteRange(low, high) for low, high in ends if low < high]
 
 
 @dataclass(slots=True)
@@ -59,14 +59,14 @@ class PartialWrites:
 
     is_uninitialised: bool = False  # allocated in this step: unwritten bytes are not worth recording
     is_empty: bool = False  # the op only allocated it
-    writes: list[tuple[Region, int]] = field(default_factory=list)
+    writes: list[tuple[ByteRange, int]] = field(default_factory=list)
 
-    def add(self, region: Region, position: int) -> None:
+    def add(self, region: ByteRange, position: int) -> None:
         """Add a write; drop earlier writes inside its region, and cut it out of hole-free ones that overlap it."""
         self.writes = [(rest, at) for written, at in self.writes for rest in written.without(region)]
         self.writes.append((region, position))
 
-    def writers(self, region: Region) -> list[int]:
+    def writers(self, region: ByteRange) -> list[int]:
         """Return the sites whose writes are still in a region, ascending, each once."""
         found = set()
         for written, at in reversed(self.writes):
@@ -76,11 +76,11 @@ class PartialWrites:
                     break
         return sorted(at for at in found if at >= 0)
 
-    def deliveries(self, region: Region) -> list[int]:
+    def deliveries(self, region: ByteRange) -> list[int]:
         """Return the numbers of the collectives' deliveries that are still in a region, ascending."""
         return sorted({UNKNOWN - 1 - at for written, at in self.writes if at < UNKNOWN and written.overlaps(region)})
 
-    def covers(self, region: Region) -> bool:
+    def covers(self, region: ByteRange) -> bool:
         """Return whether recorded sites wrote every byte of a region that is worth recording."""
         for written, at in reversed(self.writes):
             if written.contains(region):
@@ -91,7 +91,7 @@ class PartialWrites:
         shared = (min(one.high, region.high) - max(one.low, region.low) for one, _ in self.writes if not one.holes)
         return self.is_uninitialised or sum(max(size, 0) for size in shared) == region.high - region.low
 
-    def is_filled(self, region: Region) -> bool:
+    def is_filled(self, region: ByteRange) -> bool:
         """Return whether every byte of a region was written; may be False for a region beyond ``MAX_MASK_BYTES``."""
         every = (region, *(written for written, _ in self.writes))
         low, high = min(one.low for one in every), max(one.high for one in every)
@@ -102,7 +102,7 @@ class PartialWrites:
             written.inside(mask, low)[...] = True
         return bool(region.inside(mask, low).all())
 
-    def untouched(self, region: Region) -> list[tuple[Region, int]]:
+    def untouched(self, region: ByteRange) -> list[tuple[ByteRange, int]]:
         """Return the writes into a region that have no holes and that no later write overlaps."""
         return [
             (written, at)
@@ -145,7 +145,7 @@ class StorageLedger:
             self.writers[address] = position
         elif region.high > region.low:
             if not isinstance(known, PartialWrites):
-                earlier = [] if known is None else [(Region(0, num_bytes), known)]
+                earlier = [] if known is None else [(ByteRange(0, num_bytes), known)]
                 known = self.writers[address] = PartialWrites(writes=earlier)
             known.add(region, position)
 
@@ -200,17 +200,17 @@ class StorageLedger:
             unpin_storage(address)
 
 
-def region_of(tensor: Tensor) -> Region:
+def region_of(tensor: Tensor) -> ByteRange:
     if tensor.is_nested:
-        return Region(0, tensor.untyped_storage().nbytes())
+        return ByteRange(0, tensor.untyped_storage().nbytes())
     low = int(tensor.storage_offset()) * tensor.itemsize
     extent, holes = _extent(tensor.shape, tensor.stride())
-    return Region(low, low + extent * tensor.itemsize, holes)
+    return ByteRange(low, low + extent * tensor.itemsize, holes)
 
 
 @lru_cache(maxsize=4096)
 def _extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, tuple[tuple[int, ...], ...]]:
-    """Return the number of elements from the first to the last in memory, and ``Region.holes``."""
+    """Return the number of elements from the first to the last in memory, and ``ByteRange.holes``."""
     if 0 in shape:
         return 0, ()
     dimensions = sorted((step, length) for step, length in zip(stride, shape, strict=True) if length > 1 and step)

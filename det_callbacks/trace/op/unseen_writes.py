@@ -19,7 +19,7 @@ from det_callbacks.internals.torch import storage_address, storage_at
 from det_callbacks.runs.program import Program
 from det_callbacks.runs.steps import Expectation
 from det_callbacks.trace.op.components import has_parts
-from det_callbacks.trace.op.storages import Region, region_of
+from det_callbacks.trace.op.storages import ByteRange, region_of
 from det_callbacks.trace.step import Step
 from det_callbacks.trace.tables.overloads import OpPlan, tensors_in, tensors_read
 
@@ -134,7 +134,7 @@ class UnseenWriteCheck:
         if writer is None or not (address := storage.data_ptr()):
             return False
         end = storage.nbytes()
-        left_alone = [(Region(0, end), writer)] if isinstance(writer, int) else writer.untouched(region_of(tensor))
+        left_alone = [(ByteRange(0, end), writer)] if isinstance(writer, int) else writer.untouched(region_of(tensor))
         for region, at in left_alone:
             left, digest = step.layout_of(at), step.digests[at]
             is_known = left.is_raw and left.num_bytes == region.high - region.low and region.high <= end
