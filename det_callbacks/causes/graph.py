@@ -12,7 +12,7 @@ from det_callbacks.runs.evidence import AFTER_BACKWARD, AFTER_FORWARD, BATCH_END
 from det_callbacks.runs.program import Program
 from det_callbacks.verdict import Cause, EnvironmentDifference, TrailKind
 
-_WITHIN_STEP = (AFTER_FORWARD, AFTER_BACKWARD, BATCH_END)
+_AFTER_BATCH_START = (AFTER_FORWARD, AFTER_BACKWARD, BATCH_END)
 _STARTS_BACKWARD = "aten.ones_like.default"
 """The gradient of a loss with respect to itself: ``torch.autograd`` makes it before its engine runs."""
 
@@ -142,7 +142,7 @@ class Graph:
     def is_before_step(self, change: GeneratorChange) -> bool:
         """Return whether a generator differed before the step's batch was loaded."""
         step, point = change.differs_at
-        return step < self.difference.step or point not in _WITHIN_STEP
+        return step < self.difference.step or point not in _AFTER_BATCH_START
 
     @cached_property
     def num_initial(self) -> int:

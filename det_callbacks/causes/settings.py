@@ -230,4 +230,7 @@ _AFFECTS: Sequence[tuple[str, Affects]] = (
     (VARIABLE, _affects_no_step),
     (INDUCTOR, _affects_no_step),
 )
-"""By the beginning of a setting's name; the others affect what runs between the forward and the backward pass."""
+"""By the beginning of a setting's name: the first that fits counts, so longer ones come first.
+
+All other settings affect what runs between the forward and the backward pass.
+"""

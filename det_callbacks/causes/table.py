@@ -1,6 +1,8 @@
 """Why two runs differ: the walk from the first difference to its root, and what the root means.
 
-``READS`` says what a node of each kind read, ``CAUSES`` what it is a cause of. A new kind of node has an entry in both.
+What a node read: ``_row_reads`` for the rows of a step, ``OF_STARTS`` for those with which it starts, ``change_reads``
+for generators, ``READS`` for the other kinds. The walk follows a proven edge first, else the one that is yielded first.
+``CAUSES`` says what a root of each kind means: the first of its functions that answers.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -162,7 +162,7 @@ class Search:
 def find(options: argparse.Namespace) -> int:
     """Search, write the answer, and print it."""
     vary = varied_factors(options)
-    num_steps, options.steps = options.steps, None  # of record and verify, a choice
+    num_steps, options.steps = options.steps, None  # here a number; record and verify take all or common
     script = with_hash_seed(script_of(options), vary)
     script = replace(script, variables={**script.variables, REPLACES_OWN: "1"})
     reference = None if options.reference is None else Path(options.reference).absolute()
@@ -216,6 +216,7 @@ def _search(search: Search, home: Path, vary: Sequence[str], *, tries: int | Non
         if not plan or plan in asked or start is None or (verdict.cause in _NO_OP and not is_varied):
             break
         asked.append(dict(plan))
+        num_before = len(search.pairs)
         search.plan(2 if "keep_tensors" in plan else 4)
         # a run needs no later step; a later fit begins at step 0 again
         last_step = str(max(plan["only_steps"])) if "only_steps" in plan and not start.segment else ""
@@ -224,13 +225,14 @@ def _search(search: Search, home: Path, vary: Sequence[str], *, tries: int | Non
         capture = _call_at(start, home) if "keep_tensors" in plan else None
         wide = {name: value for name, value in plan.items() if name not in ("only_steps", "keep_tensors")}
         try:
+            # the call is saved although a pair may match; the next round ends the search
             if search.ask(plan, tries=tries or TRIES, capture=capture, last_step=last_step) or capture is not None:
                 continue
             if "compiled" in plan:
                 return f"With compiled=eager, {count(tries or TRIES, 'pair')} match: no op of the eager code differed."
             # a race that moved may come at another step
             if wide == plan or not search.ask(wide, tries=tries or TRIES):
-                return f"It did not come again in {tries or TRIES} more pairs: raise --tries."
+                return f"It did not come again in {len(search.pairs) - num_before} more pairs: raise --tries."
         except FailedRunError as error:
             return f"The search ended early: {error}"
     return ""

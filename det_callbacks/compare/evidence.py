@@ -40,7 +40,7 @@ Part: TypeAlias = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """The evidence of one run after the last step that certainly matches."""
+    """The evidence of one run since the last step that certainly matches began; settings and options may be older."""
 
     rows: tuple[EvidenceRow, ...]
     settings: Mapping[Part, str]  # settings of the loaders: ("train_dataloader", "num_workers") -> "2"
@@ -77,8 +77,8 @@ class GeneratorChange:
     """How a generator started to differ from the reference's between two places (step, point)."""
 
     name: str
-    equal_at: tuple[int, str] | None = None  # None if it was never equal in this fit
-    differs_at: tuple[int, str]  # for an idle generator, the first place in the fit
+    equal_at: tuple[int, str] | None = None  # None if it is equal nowhere in the window
+    differs_at: tuple[int, str]  # for an idle generator, the first place in the window
     has_other_start: bool = False  # whether it started in a different state, unused in both runs until ``differs_at``
     points: tuple[str, ...] = ()  # in between, of either run, from ``equal_at`` on
     only_reference: tuple[str, ...] = ()  # points there that only the reference has
@@ -186,7 +186,10 @@ def _require_step(run: Run, window: Window | None, rank: int, segment: int, step
 
 
 def _is_loaded_alike(reference: tuple[Window, StepView], current: tuple[Window, StepView]) -> bool | None:
-    """Return whether the loaders returned the same batch, or None if neither run changed the batch after that."""
+    """Return whether the loaders returned the same batch, or None if that is unknown.
+
+    A run records what its loader returned only where something changed it until the step.
+    """
     reference_changed, current_changed = _changed_after_loading(*reference), _changed_after_loading(*current)
     reference_loaded = _given_batch(reference[1]) | reference_changed
     current_loaded = _given_batch(current[1]) | current_changed
@@ -221,7 +224,10 @@ def read_window(run: Run, rank: int, segment: int, step: int) -> Window | None:
 
 
 def gather_window(rows: Iterable[EvidenceRow], *, since: int | None) -> Window | None:
-    """Return the evidence after a step (None: all of it), or None if there is none."""
+    """Return the evidence since a step began (None: all of it), or None if there is none.
+
+    Of the kinds in ``_RECENT`` it has the rows since then, of all others the last value.
+    """
     kept, last = list[EvidenceRow](), list[EvidenceRow]()
     settings, hooks = dict[Part, str](), dict[Part, str]()
     options, starts = dict[Part, tuple[int, str]](), dict[str, int]()
@@ -280,7 +286,7 @@ def _find_samples(
 ) -> tuple[int | None, bool]:
     """Return the first step that has all these samples, and True; else the first with one of ``new_samples``.
 
-    None if most of the new samples are not in the attempt.
+    (None, False) if less than ``MIN_FOUND`` of the new samples are in the attempt.
     """
     steps: defaultdict[int, set[int]] = defaultdict(set)
     values = np.array(samples, dtype=np.uint64)
@@ -307,7 +313,7 @@ def _read_rows(
 def compare_windows(reference: Window, current: Window, step: int, *, has_other_batch: bool = False) -> Evidence:
     """Return what differs; a generator that was restored before the step only matters if the batch differs."""
     generators = dict.fromkeys(row.of for row in current.rows if row.kind == "generator")
-    found = (_generator_change(reference, current, step, name, is_from_begin=has_other_batch) for name in generators)
+    found = (_generator_change(reference, current, step, name, counts_earlier=has_other_batch) for name in generators)
     changes = [change for change in found if change is not None]
     last_row = {(row.step, row.moment): index for index, row in enumerate(current.rows)}
     changes.sort(key=lambda change: last_row.get(change.differs_at, len(last_row)))
@@ -345,11 +351,11 @@ def _option_changes(reference: Window, current: Window) -> Iterator[OptionChange
 
 
 def _generator_change(
-    reference: Window, current: Window, step: int, name: str, *, is_from_begin: bool
+    reference: Window, current: Window, step: int, name: str, *, counts_earlier: bool
 ) -> GeneratorChange | None:
     """Return how a generator differs by the end of the step, or None if it does not.
 
-    Unless ``is_from_begin``, a state that matches when the step begins ends what differed before.
+    Unless ``counts_earlier``, a state that matches when the step begins ends what differed before it.
     """
     reference_states, current_states = reference.states(name, step), current.states(name, step)
     reference_points, current_points = [row.moment for row in reference_states], [row.moment for row in current_states]
@@ -360,7 +366,7 @@ def _generator_change(
         for reference_index, current_index in pairs
     ]
     begins = [at for at, (_, index) in enumerate(pairs) if current_states[index][:2] == (step, BATCH_START)]
-    if begins and not is_from_begin and not differs[begins[0]]:
+    if begins and not counts_earlier and not differs[begins[0]]:
         pairs, differs = pairs[begins[0] :], differs[begins[0] :]
     if not any(differs):
         return None

@@ -39,7 +39,7 @@ def find_resumed_step(
     if not steps or _matches(_began_with(run, rank, segment, steps[0]), state):
         return None
     found = [step for step in _left_by(run, rank, segment, steps, state) if step + 1 in steps]
-    whole = [step for step in found if _matches(_left(run, rank, segment, step), state, with_optimizers=True)]
+    whole = [step for step in found if _matches(_left(run, rank, segment, step), state, is_whole=True)]
     found = whole or found
     if len(found) > 1:
         given = [step for step in found if _batch_of(run, rank, segment, step + 1).items() >= batch.items()]
@@ -110,12 +110,10 @@ def _batch_of(run: Run, rank: int, segment: int, step: int) -> dict[str, int]:
     return {site.of: int(view.record.digests[at]) for at, site in of_batch}
 
 
-def _matches(known: Mapping[str, int], state: Mapping[str, int], *, with_optimizers: bool = False) -> bool:
-    """Return whether all of a state has the digests that are known; of the optimizers only if asked."""
-    names = [name for name in state if name in known]
-    if with_optimizers:
-        return bool(names) and all(known.get(name) == bits for name, bits in state.items())
-    return bool(names) and all(known[name] == state[name] for name in names)
+def _matches(known: Mapping[str, int], state: Mapping[str, int], *, is_whole: bool = False) -> bool:
+    """Return whether the names that both have, or with ``is_whole`` all of ``state``, have equal digests."""
+    names = [name for name in state if is_whole or name in known]
+    return bool(names) and all(known.get(name) == state[name] for name in names)
 
 
 def resume_of(reference: Run, current: Run, fit: FitRecord) -> Resume | None:
@@ -131,6 +129,7 @@ def resume_of(reference: Run, current: Run, fit: FitRecord) -> Resume | None:
         sites = [site for _, site in state_at_end(before.program)]
         trained = {site.of for site in before.program.sites if site.phase == "gradient" and not site.op}
         began = _began_with(reference, rank, segment, known[0])
+        # the step also recorded what it returned, such as the loss
         tensors = [site for site in sites if site.subject == "tensor" and (site.of in trained or site.of in began)]
         parts = {
             "parameters": [site for site in tensors if site.of in trained],

@@ -42,19 +42,19 @@ EvidenceKind = Literal[
     "sorted_indices",  # the digest of the same numbers, sorted
     "sample",  # the digest of a sample of the batch; its number is the part
     "loaded",  # a tensor of the batch as its loader returned it, if something changed it until the step
-    "option",  # of an optimizer, when an update first uses it: of "0", part "lr", as JSON list by group
+    "option",  # of an optimizer, when an update first uses this value: of "0", part "lr", as JSON list by group
     "constants",  # the names of initial tensors that are constant, as JSON
     "scripted",  # the names of modules that are, or contain, TorchScript, as JSON
-    "hook",  # the callbacks with a hook, in the text; the part says whether ours runs after or before them
+    "hook",  # the callbacks with a hook, in the text: called before ours, or after, as the part says
     "trained",  # names of the parameters that an optimizer trains, as JSON
-    "untrained",  # of those that require gradients and are in no optimizer
-    "untrained_with_gradient",  # of those of them that had a gradient by the end of a step
+    "untrained",  # of the parameters that require gradients and are in no optimizer
+    "untrained_with_gradient",  # of the untrained parameters that had a gradient by the end of a step
     "large_gradient",  # of those with a gradient beyond rounding, in one of the first updates
     "unseen_write",  # a value of ``StepView.unseen_writes``
     "checked",  # ``StepView.checked`` as JSON, if it is not None
     "number",  # digest and JSON text of numbers among an op's arguments
 ]
-"""What a row of evidence is of."""
+"""What kind of thing a row of evidence is about."""
 
 NAMES = frozenset({"constants", "scripted", "trained", "untrained", "untrained_with_gradient", "large_gradient"})
 """The kinds whose text is a JSON list of names."""
@@ -142,7 +142,7 @@ class EvidenceWriter:
 
 
 def read_values(stream: Path, run_id: str) -> dict[int, str]:
-    """Return the JSON text of arguments by digest, without unreadable ones."""
+    """Return the JSON text of arguments by digest, or {} if the evidence cannot be read or is too large."""
     found, num_bytes = dict[int, str](), 0
     try:
         for row in read_evidence(evidence_path(stream), run_id=run_id, keep=lambda it: _is(it, "kind", "number")):

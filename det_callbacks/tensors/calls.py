@@ -138,8 +138,10 @@ class CallCapture:
         call.outputs = [list(out.shape) for out in outputs if isinstance(out, Tensor)]
         if phase == self._wanted["phase"]:
             self._calls.append((position, call, self._forward_of_node() if self._is_backward else None))
-        else:
-            self._forward[next_sequence_number() - 1] = call
+        elif (
+            number := next_sequence_number() - 1
+        ) not in self._forward:  # a later call has made no node of this number
+            self._forward[number] = call
             self._budget.num_bytes += sum(saved.bits.nbytes for saved in call.saved.values())
             if self._budget.num_bytes > self._budget_mib * 2**20:
                 call.saved, call.problem = {}, "the calls of its module exceed tensor_budget_mib"
@@ -161,8 +163,8 @@ class CallCapture:
             return
         sites, wanted = trace.program.sites, self._wanted
         for position, call, forward in self._calls:
-            first = position + (sites[position].role == "argument")
-            site = sites[first] if first < len(sites) else None
+            of_call = [site for site in sites[position : position + 2] if site.role != "argument"]
+            site = of_call[0] if of_call else None
             if site is not None and (site.op, site.occurrence) == (wanted["op"], wanted["occurrence"]):
                 self._write(call, forward)
         self.begin(is_wanted=False)
@@ -201,6 +203,7 @@ class _Copier:
     def __init__(self, call: _Call, budget: TensorBudget) -> None:
         self._call, self._budget = call, budget
         self._named: dict[str, Tensor] = {}
+        self._argument_of: dict[str, str] = {}  # a list of tensors is one argument
 
     def copy(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         call, plan = self._call, self._call.plan
@@ -208,23 +211,25 @@ class _Copier:
         call.arguments = [self._text(name, value) for name, value in pairs]
         call.arguments += [f"{name}={self._text(name, value)}" for name, value in kwargs.items()]
         writes = {write.name for write in plan.writes}
-        call.written = [name for name in self._named if name.partition(".")[0].rstrip("_") in writes]
+        call.written = [name for name in self._named if self._argument_of[name] in writes]
         groups = defaultdict[int, list[str]](list)
         for name, tensor in self._named.items():
             call.addresses[name] = address = storage_address(tensor.untyped_storage())
             groups[address].append(name)
         for names in groups.values():
             self._save(names)
-        if plan.draws_random and not any(isinstance(value, Generator) for value in kwargs.values()):
+        if plan.draws_random:  # from the generator of the process: one that is given was refused
             (call.saved[GENERATOR],) = self._budget.copy([torch.default_generator.get_state()], plan.name, None)
 
-    def _text(self, name: str, value: Any) -> str:
+    def _text(self, name: str, value: Any, argument: str | None = None) -> str:
+        argument = name if argument is None else argument
         if isinstance(value, Tensor):
             name = f"{name}_" if keyword.iskeyword(name) else name
-            self._named[name] = self._checked(value)
+            self._named[name], self._argument_of[name] = self._checked(value), argument
             return name
         if isinstance(value, list | tuple):
-            return f"[{', '.join(self._text(f'{name}_{index}', item) for index, item in enumerate(value))}]"
+            items = (self._text(f"{name}_{index}", item, argument) for index, item in enumerate(value))
+            return f"[{', '.join(items)}]"
         if isinstance(value, torch.device):
             return f'torch.device("{value.type}")'
         if isinstance(value, float) and not math.isfinite(value):
