@@ -138,9 +138,9 @@ class CallCapture:
         call.outputs = [list(out.shape) for out in outputs if isinstance(out, Tensor)]
         if phase == self._wanted["phase"]:
             self._calls.append((position, call, self._forward_of_node() if self._is_backward else None))
-        elif (
-            number := next_sequence_number() - 1
-        ) not in self._forward:  # a later call has made no node of this number
+            return outputs
+        number = next_sequence_number() - 1
+        if number not in self._forward:  # else this call has made no node
             self._forward[number] = call
             self._budget.num_bytes += sum(saved.bits.nbytes for saved in call.saved.values())
             if self._budget.num_bytes > self._budget_mib * 2**20:

@@ -137,7 +137,7 @@ def test_a_difference_that_does_not_come_again_is_told_with_its_pairs(find):
     done = find("--tries=2", fault="once")
     assert done.status == 1
     text = " ".join(done.text.split())
-    assert "It did not come again in 2 more pairs: raise --tries." in text
+    assert "It did not come again in 4 more pairs: raise --tries." in text
     assert "the difference came in 1 of 5 pairs" in text
     assert "step 4" in done.last
 
