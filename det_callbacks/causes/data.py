@@ -204,6 +204,10 @@ def _advise(graph: Graph) -> str:
         shown = listed(f"the generator {change.name}" for change in changes)
         why = capitalised(show_change(changes[0], graph.evidence))
         return f"{why}. Seed what the samples are made with: {shown}"
+    idle = [change.name for change in graph.evidence.idle] if graph.is_first_seen else []
+    if how in ("made otherwise", "other") and idle:  # the first batch was loaded before the first step
+        may = f"the states of {listed(idle)} differed when the fit started, so seed them if the samples use them"
+        return f"{because(graph, _TODO[how])}; {may}"
     is_other_shuffle = how == "drawn" and batch.indices == "other" and not graph.loader_settings
     change = next(iter(changes), None)
     if change is None or not is_other_shuffle:

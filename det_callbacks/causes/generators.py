@@ -210,7 +210,7 @@ def show_change(change: GeneratorChange, evidence: Evidence) -> str:
 
 def show_idle(change: GeneratorChange) -> str:
     """Return that a generator started in a different state and stayed in it."""
-    return f"{show_start(change)}, and nothing drew from it"
+    return f"{show_start(change)}, and no recorded step has drawn from it yet"
 
 
 def show_start(change: GeneratorChange) -> str:

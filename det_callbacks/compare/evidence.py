@@ -400,7 +400,8 @@ def _idle_generators(
     """Yield the generators that started in a different state and did not move."""
     for name, start in current.starts.items():
         states = current.states(name, step)
-        if name not in moved and states and reference.starts.get(name, start) != start:
+        is_idle = bool(states) and all(row.value == IDLE for row in states)
+        if name not in moved and is_idle and reference.starts.get(name, start) != start:
             place = states[0].step, states[0].moment
             yield GeneratorChange(name=name, differs_at=place, seeds=_seeds(reference, current, name, place))
 

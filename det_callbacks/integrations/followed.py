@@ -105,9 +105,9 @@ class FollowedLoop(TrainingRun):
         self._num_batches = 0 if drawn is None else 1 + self._training.num_drawn_ahead
         self._enter_step(batch)
 
-    def enter_call(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Note that the call under way is of a module, if it began before the run's hooks were there."""
-        self._session.enter_call(module, args)
+    def enter_call(self, module: nn.Module) -> None:
+        """Note the call of a module in which the step begins."""
+        self._session.enter_call(module)
 
     def _drawn_for(self, given: Any, drawn: DrawnLoader) -> Any:
         """Return the batch loaded for a step, else the arguments; a loader may have loaded batches ahead."""

@@ -249,9 +249,9 @@ class TorchSteps:
             return
         # a script that never calls train() trains in whatever mode its model has
         if module.training or not self._has_trained:
-            begins_fit = self._begin_step(module, args, keywords_of_call() if keywords is None else keywords)
-            if begins_fit and keywords is None and self._run is not None:
-                self._run.enter_call(module, args)  # torch has chosen the hooks of this call before ours was there
+            self._begin_step(module, args, keywords_of_call() if keywords is None else keywords)
+            if keywords is None and self._run is not None:
+                self._run.enter_call(module)
 
     @runs_uncompiled
     def _after_update(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -328,21 +328,20 @@ class TorchSteps:
         assert self._run is not None, "an optimizer has stepped"
         return self._iterator() is None or all(id(one) in self._stepped for one in self._run.optimizers)
 
-    def _begin_step(self, module: nn.Module | None, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> bool:
-        """Begin a step at the call of a module, or where the last one ended; return whether a fit begins, too."""
+    def _begin_step(self, module: nn.Module | None, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+        """Begin a step at the call of a module, or where the last one ended."""
         from det_callbacks.integrations.command import print_errors_plainly  # noqa: PLC0415  # loads what records
         from det_callbacks.integrations.followed import FollowedLoop  # noqa: PLC0415  # likewise
 
         if self._run is None and FollowedLoop.is_replaced():
             self._is_off, self._owner = True, os.getpid()
             self._recorder = "the script has its own run"
-            return False
+            return
         self._watch_process()
         self._has_trained |= module is not None and module.training
         self._awaits_module = module is None
         self._first_called, self._num_calls = module, 1
         self._num_backwards = self._seen.num_backwards
-        begins_fit = self._run is None or (module is not None and not self._run.holds(module))
         with self._failing_once():
             if self._run is None:
                 print_errors_plainly(self.fail)
@@ -354,7 +353,6 @@ class TorchSteps:
                 self._run.take(module, self._optimizers_with(module))
                 self._run.begin_fit()
             self._run.begin_step(args, keywords, self._drawn, has_drawn=self._has_drawn)
-        return begins_fit
 
     def _optimizers_with(self, module: nn.Module | None) -> list[Optimizer]:
         import gc  # noqa: PLC0415  # only where training begins

@@ -100,7 +100,7 @@ class Session:
     # ``clear_results`` removes the results of an earlier verification or audit, before anything can fail;
     # ``follow`` precedes the setup of the data, ``attach`` follows it; ``close`` may be called twice
     clear_results = follow = attach = close = put_metrics = resume_metrics = _nothing
-    # ``enter_call`` notes a call of a module that began before the hooks were there
+    # ``enter_call`` notes a call of a module that began before the step
     # ``find_resumed`` returns the step from which a run continues its reference, if its state tells
     enter_call = find_resumed = _nothing
     # ``end`` prints the closing line and raises; ``stop`` closes the files after an exception
@@ -238,8 +238,8 @@ class TracedSession(Session):
         return expectation
 
     @override
-    def enter_call(self, module: Any, args: tuple[Any, ...]) -> None:
-        self._hash_mode.recorder.places.modules.enter(module, args)
+    def enter_call(self, module: Any) -> None:
+        self._hash_mode.recorder.places.modules.enter_call(module)
 
     @override
     @hidden

@@ -1,5 +1,6 @@
 """A run that begins with the state that a step of the reference left is compared from there on, in any loop."""
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from det_callbacks import DivergenceError, SelectionError, TrainingRun, Verdict
+from det_callbacks import DivergenceError, SelectionError, TrainingRun, Verdict, cli
 
 STEPS, AT = 6, 3  # the checkpoint holds what the first AT steps left
 ORDER = torch.randperm(STEPS * 8, generator=torch.Generator().manual_seed(5))
@@ -105,6 +106,41 @@ def test_what_it_did_not_restore_is_told(left_out, options, cause, restored, rec
         "generators": verdict.resume.restored["generators"]["torch.cpu"],
     }
     assert {name: found[name] for name in restored} == restored
+
+
+SCRIPT = """
+import sys, torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 3))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+loader = DataLoader(TensorDataset(torch.randn(48, 6)), 8, shuffle=True, generator=torch.Generator().manual_seed(3))
+saved = torch.load("saved.pt", weights_only=True) if "--resume" in sys.argv else None
+if saved:
+    model.load_state_dict(saved["model"]), optimizer.load_state_dict(saved["optimizer"])
+for step, (batch,) in enumerate(loader):
+    if saved and step < 3:
+        continue
+    if saved and step == 3:
+        torch.set_rng_state(saved["rng"])
+    model(batch).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step == 2 and not saved:
+        states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
+        torch.save(states, "saved.pt")
+"""
+
+
+def test_a_script_that_resumes_in_the_middle_of_an_epoch_is_found(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SCRIPT)
+    command = ["--", sys.executable, "train.py"]
+    assert cli.main(["record", "reference", *command]) == 0
+    assert cli.main(["verify", "reference", *command, "--resume"]) == 0
+    assert "from step 3 on, where it resumed (by its state)" in capfd.readouterr().out
 
 
 def test_another_start_is_no_resume(recorded, tmp_path):

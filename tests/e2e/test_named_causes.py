@@ -247,7 +247,7 @@ FAULTS = {
     "another seed": planted(
         "initial_weights",
         "initial state: 4 of 9 tensors differ, all that are not constant",
-        "the generator numpy had a different state when the fit started, and nothing drew from it",
+        "the generator numpy had a different state when the fit started, and no recorded step has drawn from it yet",
         seed=77,
     ),
     "loaded weights": planted("initial_weights", "The code, the loaded weights or", callbacks=(LoadsWeights,)),

@@ -59,6 +59,7 @@ class ModuleStack:
         self._scopes: dict[int, OpScope] = {}
         self._modules: list[nn.Module] = []
         self._at_next: Callable[[], None] | None = None
+        self._entered: nn.Module | None = None  # by ``enter_call``
         self._key: int | None = None
         self._hooks = (self.enter, self._leave)
         self._has_refreshed = False
@@ -86,7 +87,7 @@ class ModuleStack:
 
     def close(self) -> None:
         """Remove the hooks, if there are any."""
-        self._at_next = None
+        self._at_next = self._entered = None
         if self._key is None:
             return
         for hooks in (global_pre_hooks, global_hooks, always_called):
@@ -142,10 +143,13 @@ class ModuleStack:
 
     @runs_uncompiled  # in a compiled hook, is_compiling() would be True forever
     def enter(self, module: nn.Module, _args: tuple[Any, ...]) -> None:
-        """Note that a module is called: as a hook, or for a call that began before the hooks were there."""
+        """Note that a module is called."""
         if torch.compiler.is_compiling():
             return
         if self.is_elsewhere():
+            return
+        entered, self._entered = self._entered, None
+        if entered is module and self.stack and self.stack[-1][0] is module:
             return
         if self.on_enter is not None:
             self.on_enter()
@@ -159,6 +163,11 @@ class ModuleStack:
         )
         self.stack.append((module, scope, backward_pass, is_recomputed))
         self.current, self.backward_pass, self.is_recomputed = scope, backward_pass, is_recomputed
+
+    def enter_call(self, module: nn.Module) -> None:
+        """Note the call under way; ``enter`` follows unless torch chose its hooks before ours were there."""
+        self.enter(module, ())
+        self._entered = module
 
     @runs_uncompiled
     def _leave(self, module: nn.Module, _args: Any, output: Any) -> None:
