@@ -159,7 +159,8 @@ def _may_have_read(graph: Graph, node: Node, row: int) -> Iterator[Node]:
         yield Node(kind="outside", name=states.UNRECORDED_STEPS, step=node.step)
         return
     found = [*settings.options_of_update(graph, row)]
-    may_be_drawn = is_unrecorded or graph.difference.start(row) == "passed on"
+    is_content = graph.difference.kinds[row] == "content"
+    may_be_drawn = (is_unrecorded and is_content) or graph.difference.start(row) == "passed on"
     if may_be_drawn and settings.model_setting(graph) is None:
         found += generators.moved_within(graph)
     found += settings.setting_node(settings.explaining_setting(graph), node.step)
