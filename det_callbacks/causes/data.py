@@ -195,8 +195,8 @@ def _advise(graph: Graph) -> str:
     changes = [*filter(graph.is_before_step, graph.evidence.generators)]
     if graph.is_resumed and batch.is_whole:
         return (
-            f"It holds the samples of step {batch.found_at} of the reference: the position in the data was not "
-            "restored, so skip what was trained before the checkpoint, with the generator that shuffled it"
+            f"It holds the samples of step {batch.found_at} of the reference, so the position in the data or the "
+            "generator of the shuffle was not restored: skip what was trained, and restore the generator's state"
         )
     is_unrecorded = how == "drawn" or (how == "other" and not batch.num_same)
     if is_unrecorded and not (batch.has_loader or changes):
@@ -206,9 +206,8 @@ def _advise(graph: Graph) -> str:
         why = capitalised(show_change(changes[0], graph.evidence))
         return f"{why}. Seed what the samples are made with: {shown}"
     idle = [change.name for change in graph.evidence.idle] if graph.is_first_seen else []
-    if (
-        how in ("made otherwise", "other") and idle and batch.has_loader
-    ):  # the first batch was loaded before the first step
+    # the first batch was loaded before the first step
+    if how in ("made otherwise", "other") and idle and batch.has_loader:
         may = f"the states of {listed(idle)} differed when the fit started, so seed them if the samples use them"
         return f"{because(graph, _TODO[how])}; {may}"
     is_other_shuffle = how == "drawn" and batch.indices == "other" and not graph.loader_settings
