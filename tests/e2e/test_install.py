@@ -147,7 +147,7 @@ def test_runs_are_read_where_neither_torch_nor_any_framework_is_installed(tmp_pa
     pip("install", str(wheel), python=str(tmp_path / "environment" / "bin" / "python"))
     missing = run("python", "-c", "import torch", status=1)
     assert "No module named 'torch'" in missing
-    frozen = ROOT / "tests" / "frozen" / "format-1"
+    frozen = ROOT / "tests" / "frozen" / "format-2"
     shutil.copytree(frozen, tmp_path / "elsewhere" / "runs")
     assert run("det-callbacks", "--version") == f"det-callbacks {PROJECT['version']}\n"
     assert "check-checkpoint" in run("det-callbacks", "--help")
