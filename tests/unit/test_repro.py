@@ -188,7 +188,8 @@ def test_what_cannot_be_repeated_is_said(function, op, why, tmp_path, repeat):
 
 RACING = """
 import random, torch
-@torch.library.custom_op("racing::sum", mutates_args=())
+from torch import library
+@library.custom_op("racing::sum", mutates_args=())
 def total(x: torch.Tensor) -> torch.Tensor:
     return x[random.SystemRandom().sample(range(len(x)), 1)]
 """
