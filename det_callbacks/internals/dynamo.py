@@ -5,7 +5,7 @@ Importing Dynamo takes seconds, so ``later`` names are looked up on first use.
 
 import re
 import sys
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any
 
 from det_callbacks.internals.torch import TORCH
@@ -58,6 +58,50 @@ def inductor_graph() -> Any:
 _inductor_graph = TORCH.later(
     "torch._inductor.output_code.CompiledFxGraph", "the class of graphs that were compiled before"
 )
+
+# For the kernels of compiled graphs.
+
+_generated_modules = TORCH.later(
+    "torch._inductor.codecache.PyCodeCache.modules", "the Python modules that inductor generated, with their kernels"
+)
+module_key = TORCH.of_instance(
+    "torch._inductor.output_code.CompiledFxGraph.cache_key", "names the generated module of a compiled graph"
+)
+triton_arguments = TORCH.of_instance(
+    "torch._inductor.runtime.triton_heuristics.CachingAutotuner.triton_meta", "the arguments of a Triton kernel"
+)
+written_by_triton = TORCH.of_instance(
+    "torch._inductor.runtime.triton_heuristics.CachingAutotuner.mutated_arg_names",
+    "the arguments that a Triton kernel writes",
+)
+COMMENTS_KERNEL = "codegen_comment"
+load_inductor = TORCH.later(
+    f"torch._inductor.codegen.cpp.CppScheduling.{COMMENTS_KERNEL}", "which nodes of its graph a C++ kernel computes"
+)
+_cpp_scheduling = TORCH.later("torch._inductor.codegen.cpp.CppScheduling", "likewise")
+_nodes_of = TORCH.later("torch._inductor.utils.aggregate_origins", "likewise")
+_compiling = TORCH.later("torch._inductor.virtualized.V", "likewise, by the generated module")
+key_of_lowered = TORCH.of_instance("torch._inductor.graph.GraphLowering.cache_key", "likewise")
+
+
+def cpp_scheduling() -> Any:
+    """Return the class of inductor that generates C++ kernels, None if it was not imported."""
+    return None if "torch._inductor.codegen.cpp" not in sys.modules else _cpp_scheduling()
+
+
+def generated_modules(graph: Any) -> list[ModuleType]:
+    """Return the modules that inductor generated for a compiled graph: one, or one for each set of its constants."""
+    key = module_key(graph)
+    return [module for module in _generated_modules() if vars(module).get("key") == key]
+
+
+def nodes_of_kernel(scheduled: Any) -> tuple[Any, list[Any]]:
+    """Return the graph that inductor compiles, and its ``torch.fx`` nodes that a kernel computes, in order."""
+    nodes = list(_nodes_of()(list(scheduled)))
+    graphs = {id(node.graph): node.graph for node in nodes}
+    order = {node: number for graph in graphs.values() for number, node in enumerate(graph.nodes)}
+    return _compiling().graph, sorted(nodes, key=order.__getitem__)
+
 
 # Reset when a run begins.
 

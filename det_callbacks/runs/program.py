@@ -111,6 +111,7 @@ UNREAD = "not looked into"  # an object in a batch that cannot be digested; the 
 
 COLLECTIVES = ("c10d.", "_c10d_functional")  # namespaces of ops
 REGION = "compiled."  # namespace of the sites of compiled regions: ``compiled.Net_forward.inputs``
+KERNEL = "inductor."  # namespace of the kernels of a compiled region: ``inductor.cpp_fused_gelu_0``
 MISSES_PARAMETERS = "reads_parameters_without_digest"  # argument of a region whose parameters have no rows
 GRAPH = "cuda_graph"  # name of replayed graphs in the coverage
 

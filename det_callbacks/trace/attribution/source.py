@@ -18,6 +18,7 @@ MAX_COLUMNS = 200
 # Not resolved, like paths in frames: an environment may be a symbolic link.
 _PACKAGE = f"{Path(__file__).parents[2]}{os.sep}"
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+_TRACED = re.compile(r'File "(.+)", line (\d+), in (.+)')
 RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")  # after a graph break
 _PATHS: dict[str, str] = {}  # file as shown -> path; "" where two have the same name
 _MAX_PLACES = 8192
@@ -59,6 +60,15 @@ def _note_line(frame: FrameType) -> tuple[CodeType, str, str]:
         _LINES.clear()
     found = _LINES[id(frame.f_code), frame.f_lasti] = frame.f_code, owner, f"{file}:{frame.f_lineno} in {function}"
     return found
+
+
+def line_of_trace(trace: str) -> str:
+    """Return the innermost line of user code of a formatted traceback, as ``capture_source``; "" if it has none."""
+    for path, line, function in reversed(_TRACED.findall(trace)):
+        file, name, owner = _describe(path, function)
+        if owner == "user":
+            return f"{file}:{line} in {name}"
+    return ""
 
 
 def read_text(sources: Iterable[tuple[str, ...]]) -> dict[str, tuple[str, ...]]:

@@ -1,10 +1,10 @@
 """Describes a graph that Dynamo traced, before a compiler gets it."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -12,11 +12,19 @@ from torch import Tensor, fx, nn
 from det_callbacks.digest.host import digest_bytes
 from det_callbacks.internals.dynamo import GRAPH_MEMBER, GRAPH_SOURCE
 from det_callbacks.runs.program import REGION
-from det_callbacks.trace.attribution.source import RESUMED
+from det_callbacks.trace.attribution.source import RESUMED, line_of_trace
 
+FUSED = "fused: "
 _TORCH = str(Path(torch.__file__).parent)
 _SYMBOL = re.compile(r"\b[suz]+\d+\b")
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
+
+
+class Traced(NamedTuple):
+    """What the user wrote for a node."""
+
+    op: str  # "gelu"
+    line: str  # "model.py:12 in forward"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -31,6 +39,7 @@ class TracedGraph:
     num_ops: int
     is_graphed: bool  # whether it runs as a CUDA graph, so its runs show different inner ops
     fingerprint: int  # digest of its code, its inputs' dtypes and shapes, and the compiler's name
+    lines: Mapping[str, Traced] = field(repr=False)  # by node
 
 
 def describe_graph(graph: fx.GraphModule, output: Any, example_inputs: Sequence[Any]) -> TracedGraph:
@@ -57,7 +66,26 @@ def describe_graph(graph: fx.GraphModule, output: Any, example_inputs: Sequence[
         num_ops=sum(node.op.startswith("call_") for node in nodes),
         is_graphed=_runs_as_cuda_graph(compiler, backend, example_inputs),
         fingerprint=digest_bytes(text.encode()),
+        lines=_lines(graph),
     )
+
+
+def _lines(graph: fx.GraphModule) -> dict[str, Traced]:
+    lines: dict[str, Traced] = {}
+    for module in graph.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            if node.op.startswith("call_") and (line := line_of_trace(node.stack_trace or "")):
+                op = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.name)
+                lines[node.name] = Traced(op, line)
+    return lines
+
+
+def fused_source(traced: Iterable[Traced]) -> tuple[str, ...]:
+    """Return the source of a kernel: all ops with their lines if there are several, then each line once."""
+    traced = dict.fromkeys(traced)
+    shown = ", ".join(f"{op} ({line.partition(' in ')[0]})" for op, line in traced)
+    lines = dict.fromkeys(line for _, line in traced)
+    return (f"{FUSED}{shown}", *lines) if len(traced) > 1 else tuple(lines)
 
 
 def _input_of(node: fx.Node) -> tuple[str, bool]:

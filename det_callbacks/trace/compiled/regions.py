@@ -4,24 +4,29 @@ Inductor reuses buffers, so an inner op depends on all inputs, and the region is
 op. The backward pass also depends on the inner ops, whose outputs it may have saved.
 """
 
+import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from threading import get_ident
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from det_callbacks.digest.components import digest_output
-from det_callbacks.internals.dynamo import ORIGINAL
-from det_callbacks.internals.torch import next_sequence_number, num_writes
+from det_callbacks.internals.dynamo import ORIGINAL, generated_modules
+from det_callbacks.internals.torch import next_sequence_number, num_writes, storage_address
 from det_callbacks.runs.program import MISSES_PARAMETERS, REGION, Role, Site, subject_of
 from det_callbacks.trace.attribution.backward import compiled_nodes, scope_in
 from det_callbacks.trace.attribution.engine import source_of
 from det_callbacks.trace.attribution.places import Places
 from det_callbacks.trace.attribution.tensor_names import has_address
 from det_callbacks.trace.compiled.captures import GraphCaptures
-from det_callbacks.trace.compiled.graphs import TracedGraph
+from det_callbacks.trace.compiled.graphs import Traced, TracedGraph, fused_source
+from det_callbacks.trace.compiled.kernels import KERNEL_NODES, SEEN_KERNELS, KernelCall, Note
 from det_callbacks.trace.dispatch import TAKE_APART, breaks_graph
 from det_callbacks.trace.op.call_graph import CallNode, OpScope, rowwise
 from det_callbacks.trace.op.components import holds_data, parts_with_memory
@@ -32,9 +37,11 @@ from det_callbacks.trace.op.undigested_ops import UndigestedOps
 from det_callbacks.trace.step import Step
 from det_callbacks.trace.tables.overloads import (
     OpKind,
+    OpPlan,
     comes_apart,
     in_flight,
     tensors_in,
+    tensors_read,
     written_arguments,
     written_by_call,
 )
@@ -56,8 +63,12 @@ class Region:
     scope: OpScope
     reads: list[int] = field(default_factory=list)  # the sites that its outputs depend on
     reads_of_inner: list[int] = field(default_factory=list)
-    inner: list[int] = field(default_factory=list)  # positions of inner ops
+    inner: list[int] = field(default_factory=list)  # positions of inner ops and kernels
     source: tuple[str, ...] = ()
+    sees_kernels: bool = False
+    unseen: set[str] = field(default_factory=set)  # why some of its kernels cannot be seen
+    numbers: list[int] = field(default_factory=list)  # rows of its inputs that are no tensors
+    entered: dict[int, int] = field(default_factory=dict)  # storage -> row of an input
 
     def enter(self, inputs: Iterable[tuple[str, Any]]) -> list[tuple[str, Tensor, int]]:
         """Record the inputs; return name, tensor and position of those with rows: parameters only if written."""
@@ -89,19 +100,60 @@ class Region:
             step.append_value(value)
         self.reads_of_inner = [*range(graph_row, step.num_sites)]
         self.reads = [*every, *self.reads_of_inner]
-        positions = enumerate(entering, start=graph_row + 1)
-        return [(name, value, at) for at, (name, value, _) in positions if isinstance(value, Tensor)]
+        given: list[tuple[str, Tensor, int]] = []
+        for at, (name, value, _) in enumerate(entering, start=graph_row + 1):
+            if isinstance(value, Tensor):
+                given.append((name, value, at))
+                self.entered.update((storage_address(part.untyped_storage()), at) for part in parts_with_memory(value))
+            else:
+                self.numbers.append(at)
+        return given
 
-    def record_op(self, func: object, name: str, outputs: Sequence[Any]) -> None:
+    def read_exactly(self, tensors: Iterable[Tensor], updated: Iterable[Tensor] = ()) -> "InnerReads":
+        """Return what a kernel or an op reads, before it runs; ``updated`` are tensors that it also writes."""
+        found = InnerReads([*self.numbers], [])
+        if self.unseen:  # something that has no rows may have written any of them
+            found.positions += [*self.reads_of_inner, *self.inner]
+        else:
+            for tensor in tensors:
+                writers: list[int] = []
+                self.read.read(tensor, writers, found.names)
+                found.positions += self._with_entered(tensor, writers)
+            for tensor in updated:
+                found.positions += self._with_entered(tensor, self.step.writers_of(tensor))
+            self.read.unwritten.clear()
+        return found
+
+    def _with_entered(self, tensor: Tensor, writers: list[int]) -> list[int]:
+        """Add the row of an input that nothing in the region has written: it shows a write that was not recorded."""
+        addresses = (storage_address(part.untyped_storage()) for part in parts_with_memory(tensor))
+        rows = (self.entered.get(address) for address in addresses)
+        return [*writers, *(at for at in rows if at is not None and all(writer < at for writer in writers))]
+
+    def record_inner(
+        self,
+        func: object,
+        op: str,
+        outputs: Sequence[Any],
+        reads: "InnerReads",
+        names: Sequence[str | None],
+        source: Callable[[], tuple[str, ...]] | None = None,
+    ) -> None:
+        """Record the outputs of an op or a kernel."""
+        step = self.step
         rows: list[_Row] = [
-            (name, index, "output" if isinstance(output, Tensor) else "value", None)
-            for index, output in enumerate(outputs)
+            (op, index, "output" if isinstance(output, Tensor) else "value", name)
+            for index, (output, name) in enumerate(zip(outputs, names, strict=True))
         ]
-        self._step_to(func, "inner", [self.reads_of_inner for _ in outputs], [], rows)
-        for output in outputs:
-            self.inner.append(self.step.num_sites)
-            self.step.append_value(output)
-        self.step.deferred.flush()  # the region's kernels reuse this memory without a dispatch
+        positions = sorted(set(reads.positions))
+        self._step_to(func, "inner", [positions for _ in outputs], [*reads.names, *names], rows, source)
+        first = step.num_sites
+        for position, output in enumerate(outputs, start=first):
+            self.inner.append(position)
+            step.append_value(output)
+            for part in parts_with_memory(output) if isinstance(output, Tensor) else ():
+                step.ledger.write(part, position)
+        step.deferred.flush()  # the region's kernels reuse this memory without a dispatch
 
     def leave(self, outputs: Iterable[tuple[str | None, Any]], given: Iterable[tuple[str, Tensor, int]] = ()) -> None:
         """Record the outputs, and the ``given`` inputs whose bits changed or may have changed.
@@ -122,10 +174,12 @@ class Region:
             names: list[InputName] = [name for name, _ in values]
             op = f"{self.graph.region}.outputs"
             rows: list[_Row] = [(op, index, "output", name) for index, (name, _) in enumerate(values)]
-            self._step_to(self.graph, "outputs", [self.reads for _ in values], names, rows)
+            is_exact = self.sees_kernels and not self.unseen
+            writers = [step.writers_of(value) if is_exact else [] for _, value in values]
+            self._step_to(self.graph, "outputs", [known or self.reads for known in writers], names, rows)
             first = step.num_sites
-            for position, (_, value) in enumerate(values, start=first):
-                step.append(value)
+            for position, ((_, value), known) in enumerate(zip(values, writers, strict=True), start=first):
+                step.append_output(value, known)
                 for part in parts_with_memory(value):
                     step.ledger.write(part, position)
             self.reads = [*self.reads, *range(first, step.num_sites)]
@@ -133,15 +187,48 @@ class Region:
         if self.graph.is_graphed:
             step.deferred.flush()
 
+    def source_of_kernel(self, call: KernelCall) -> tuple[str, ...]:
+        """Return the lines of the nodes that a kernel computes; none if they are unknown."""
+        lines = self.graph.lines
+        if (note := call.note) is not None:
+            return fused_source(self._noted(note))
+        return fused_source(KERNEL_NODES.of(call.code.key, call.name, lines))
+
+    def source_of_op(self, frame: FrameType | None) -> tuple[str, ...]:
+        """Return the line of the node that an op computes, or that of the region's call."""
+        while frame is not None:
+            code = SEEN_KERNELS.code_in(frame)
+            if code is not None:
+                note = code.notes.get(frame.f_lineno)
+                # the last one: those before made its inputs, if only by views
+                return fused_source(self._noted(note)[-1:] if note is not None else ()) or self.source
+            frame = frame.f_back
+        return self.source
+
+    def _noted(self, note: Note) -> list[Traced]:
+        """Return the nodes of a comment.
+
+        Of a backward pass it also names nodes of inductor's own graph, which may have the names of others in Dynamo's.
+        """
+        own = {op.rpartition(".")[2] for op in note.ops} if self.phase == "backward" else ()
+        names = (name for name in note.nodes if re.sub(r"_\d+$", "", name) not in own)
+        return [self.graph.lines[name] for name in names if name in self.graph.lines]
+
     def _step_to(
-        self, func: object, part: str, reads: list[list[int]], names: list[InputName], rows: Iterable[_Row]
+        self,
+        func: object,
+        part: str,
+        reads: list[list[int]],
+        names: list[InputName],
+        rows: Iterable[_Row],
+        source: Callable[[], tuple[str, ...]] | None = None,
     ) -> None:
         arguments: dict[str, Any] = {"backend": self.graph.backend}
         if self.places.selection.level != "op":
             arguments[MISSES_PARAMETERS] = True
 
         def build(node: CallNode) -> None:
-            node.source = self.source or source_of(self.scope)
+            node.source = source() if source is not None else self.source or source_of(self.scope)
             sites = (
                 Site(
                     phase=self.phase,
@@ -169,8 +256,30 @@ class Region:
             consts=[part],
             edges=self.read.row_edges,
         )
-        self.source = node.source
+        if source is None:
+            self.source = node.source
         self.read.row_edges.clear()
+
+
+@dataclass(slots=True, eq=False)
+class InnerReads:
+    """What a kernel or an op inside a region reads."""
+
+    positions: list[int]
+    names: list[InputName]  # one for each new input site
+
+
+class _Kernels(NamedTuple):
+    """Sees the kernels of a region."""
+
+    regions: "CompiledRegions"
+    region: Region
+
+    def run_kernel(self, call: KernelCall) -> Any:
+        return self.regions.run_kernel(self.region, call)
+
+    def note_allocation(self, tensor: Tensor) -> None:
+        self.regions.step.ledger.mark_uninitialised(tensor, is_empty=True)
 
 
 class CompiledRegions:
@@ -184,7 +293,7 @@ class CompiledRegions:
         captures: GraphCaptures,
         output_hooks: OutputHooks,
     ) -> None:
-        self._step, self._places, self._reads, self._plans = step, places, reads, plans
+        self.step, self._places, self._reads, self._plans = step, places, reads, plans
         self._undigested, self._captures = undigested, captures
         self.before_capture, self.before_replay = captures.before_capture, captures.before_replay
         self._output_hooks = output_hooks
@@ -210,7 +319,7 @@ class CompiledRegions:
         self._running_regions.clear()
 
     def run(self, graph: TracedGraph, call: Callable[..., Any], *args: Any) -> Any:
-        step, places = self._step, self._places
+        step, places = self.step, self._places
         if not self._is_recorded():
             return self._unrecorded(call, *args)
         with step.lock:
@@ -230,10 +339,10 @@ class CompiledRegions:
         try:
             outputs = call(*args)
         finally:
-            self._running_regions.pop(get_ident(), None)
+            self._end(region)
             places.modules.return_to_stack()
         results = list(tensors_in([outputs]))
-        with self._step.lock:
+        with self.step.lock:
             region.leave(((None, value) for value in results), given)
         if "backward" in places.selection.phases and torch.is_grad_enabled():
             for node in compiled_nodes(results, number):
@@ -245,15 +354,61 @@ class CompiledRegions:
         """Run a graph that was compiled before any recorder was active, and that may write any memory."""
         if not self._is_recorded():
             return self._unrecorded(call)
-        self._step.deferred.before_any_write()
+        self.step.deferred.before_any_write()
         try:
             return self._without_rows(call)
         finally:
-            with self._step.lock:
-                self._step.run_unseen(_EARLIER, *self._places.now())
+            with self.step.lock:
+                self.step.run_unseen(_EARLIER, *self._places.now())
+
+    def run_inductor(self, graph: Any, call: Callable[[], Any]) -> Any:
+        """Run a graph that inductor compiled; inside a region, record its kernels."""
+        region = self._running_regions.get(get_ident())
+        if not isinstance(region, Region) or self._places.selection.level != "op":
+            return self.run_earlier(call)
+        modules = generated_modules(graph)
+        why = {SEEN_KERNELS.code_of(module).unseen for module in modules} - {""}
+        if why or not modules:
+            region.unseen |= why or {"no generated module"}
+            return call()
+        region.sees_kernels = True
+        with SEEN_KERNELS.of(modules, _Kernels(self, region)):
+            return call()
+
+    def run_kernel(self, region: Region, call: KernelCall) -> Any:
+        step, kernel, thread = self.step, call.kernel, get_ident()
+        written = [call.arguments[at] for at in sorted(kernel.writes) if isinstance(call.arguments[at], Tensor)]
+        if not written:
+            return call.run()
+        phase, scope = region.phase, region.scope
+        tensors = [(at, value) for at, value in enumerate(call.arguments) if isinstance(value, Tensor)]
+        read = [value for at, value in tensors if at not in kernel.writes and at not in kernel.scratch]
+        fresh = call.code.first_writes.get(call.line, frozenset()) - kernel.updates
+        with step.lock:
+            mark = step.num_sites
+            reads = region.read_exactly(read, (value for at, value in tensors if at in kernel.writes - fresh))
+            step.deferred.before_writes(written)
+            self._running_regions[thread] = None  # ops in it, such as those of autotuning, are no part of the graph
+            try:
+                out = call.run()
+            except BaseException:  # including Ctrl-C: the user may catch it and continue the step
+                self._reads.roll_back(mark)
+                raise
+            finally:
+                self._running_regions[thread] = region
+            plan = OpPlan(name=kernel.op, base=kernel.op, kind=OpKind.DIGEST, call=call.run)
+            _, outputs = self._output_hooks.call(plan, phase, scope, out, written, call.arguments, {})
+            names = [self._name_of_written(phase, value) for value in outputs]
+            region.record_inner(kernel, kernel.op, outputs, reads, names, partial(region.source_of_kernel, call))
+            step.counts.num_digested += 1
+        return out
+
+    def _name_of_written(self, phase: str, value: Tensor) -> str | None:
+        names = self._places.names
+        return (names.of if phase == "backward" else names.of_written)(value)
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        step, region = self._step, self._running_regions[get_ident()]
+        step, region = self.step, self._running_regions[get_ident()]
         if not isinstance(region, Region):
             return self._undigested.captured(func, args, kwargs)
         plan = self._plans.of(func)
@@ -262,8 +417,19 @@ class CompiledRegions:
         plan = plan.whole or plan
         if plan.kind is not OpKind.DIGEST:
             step.counts.skipped[plan.kind.value] += 1
-            return plan.call(*args, **kwargs)
+            out = plan.call(*args, **kwargs)
+            if plan.kind is OpKind.UNINITIALISED:
+                step.ledger.mark_uninitialised(out, is_empty=True)
+            elif plan.kind not in (OpKind.VIEW, OpKind.RELAYOUT, OpKind.IGNORED):
+                region.unseen.add(plan.name)
+            return out
         phase, scope = region.phase, region.scope
+        reads = InnerReads([*region.reads_of_inner], [])
+        if region.sees_kernels:
+            updated = () if plan.is_overwrite else written_arguments(plan, args, kwargs)
+            reads = region.read_exactly(tensors_read(plan, args, kwargs), updated)
+            if plan.draws_random:
+                self._reads.read_generator(args, kwargs, reads.positions, reads.names)
         if step.deferred.is_used and not plan.is_functional:
             step.deferred.before_writes(written_arguments(plan, args, kwargs))
         out = plan.call(*args, **kwargs)
@@ -275,7 +441,13 @@ class CompiledRegions:
             step.counts.skipped["no_data"] += 1
             return out
         out, outputs = self._output_hooks.call(plan, phase, scope, out, outputs, args, kwargs)
-        region.record_op(func, plan.name, outputs)
+        for index in plan.opaque_outputs:
+            if index < len(out) and isinstance(out[index], Tensor):
+                step.ledger.mark_uninitialised(out[index])
+        names = [None] * len(outputs)
+        region.record_inner(func, plan.name, outputs, reads, names, partial(region.source_of_op, sys._getframe(1)))
+        if region.sees_kernels and plan.draws_random:
+            self._reads.note_draw(step.num_sites - len(outputs))
         step.counts.num_digested += 1
         return out
 
@@ -293,9 +465,14 @@ class CompiledRegions:
         return outputs
 
     def _start(self, region: Region) -> None:
-        self._step.deferred.flush()  # the region's kernels reuse memory, even that of inputs
-        self._step.counts.opaque.add(region.graph.region)
+        self.step.deferred.flush()  # the region's kernels reuse memory, even that of inputs
         self._running_regions[get_ident()] = None if region.graph.is_graphed else region
+
+    def _end(self, region: Region) -> None:
+        self._running_regions.pop(get_ident(), None)
+        if region.unseen or not region.sees_kernels:
+            why = f" ({', '.join(sorted(region.unseen))})" if region.unseen else ""
+            self.step.counts.opaque.add(f"{region.graph.region}{why}")
 
     def _without_rows(self, call: Callable[..., Any], *args: Any) -> Any:
         self._running_regions[get_ident()] = None
@@ -330,21 +507,21 @@ class CompiledRegions:
 
     def _unselected(self, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run a region outside the selection, whose writes are unknown."""
-        self._step.deferred.flush()
+        self.step.deferred.flush()
         versions = [_version_of(value) for value in args]
         outputs = self._without_rows(call, *args)
         written = [value for value, before in zip(args, versions, strict=True) if _version_of(value) != before]
-        with self._step.lock:
+        with self.step.lock:
             for value in tensors_in([outputs, *written]):
-                self._step.forget(value)
-        self._step.counts.skipped["unselected"] += 1
+                self.step.forget(value)
+        self.step.counts.skipped["unselected"] += 1
         return outputs
 
     def _follow_backward(
         self, forward: Region, node: Any, outer: dict[int, str], inputs: Sequence[tuple[str, Any]]
     ) -> None:
         """Record the backward pass when its ``node`` runs in this step; ``outer`` names gradients by output."""
-        token, step, places = self._token, self._step, self._places
+        token, step, places = self._token, self.step, self._places
         scope = OpScope(module=forward.scope.module, source=forward.source)
         is_op_level = places.selection.level == "op"  # below level op, parameters have no rows
         names = [f"grad of {name}" if is_op_level or not isinstance(one, nn.Parameter) else "" for name, one in inputs]
@@ -369,7 +546,7 @@ class CompiledRegions:
             if not running or token is not self._token:
                 return
             with step.lock:
-                self._running_regions.pop(get_ident(), None)
+                self._end(running[-1])
                 known = names if len(gradients) == len(names) else [None] * len(gradients)
                 running.pop().leave(pair for pair in zip(known, gradients, strict=True) if pair[0] != "")
 

@@ -14,6 +14,7 @@ from det_callbacks.internals import dynamo
 from det_callbacks.internals.replaced import ReplacedMethods, wrapper_of
 from det_callbacks.internals.torch import CudaGraph
 from det_callbacks.trace.compiled.graphs import TracedGraph, describe_graph
+from det_callbacks.trace.compiled.kernels import KERNEL_NODES
 
 
 class ReplacedInTorch(ReplacedMethods):
@@ -28,7 +29,8 @@ class ReplacedInTorch(ReplacedMethods):
             dynamo.COMPILES_GRAPH: self._compile,
             "capture_begin": partial(self._notify, "before_capture"),
             "replay": partial(self._notify, "before_replay"),
-            "__call__": self._run_earlier,
+            "__call__": self._run_inductor,
+            dynamo.COMMENTS_KERNEL: self._generate,
         }
         self._wrappers: dict[str, Any] = {}  # the last one of each method, since each step may replace it
 
@@ -40,10 +42,16 @@ class ReplacedInTorch(ReplacedMethods):
         self._replace(self._output_graph, dynamo.COMPILES_GRAPH)
         self._replace(CudaGraph, "capture_begin")
         self._replace(CudaGraph, "replay")
-        # runs graphs compiled before; there are none if inductor was never imported
-        inductor_graph = dynamo.inductor_graph()
-        if inductor_graph is not None:
-            self._replace(inductor_graph, "__call__")
+        self._follow_inductor()
+
+    def _follow_inductor(self) -> None:
+        """Follow the graphs that inductor runs, also those compiled before; there are none if it was never imported."""
+        for owner, name in (
+            (dynamo.inductor_graph(), "__call__"),
+            (dynamo.cpp_scheduling(), dynamo.COMMENTS_KERNEL),
+        ):
+            if owner is not None:
+                self._replace(owner, name)
 
     def watch(self, watcher: Any) -> None:
         self.watchers.append(watcher)
@@ -54,6 +62,7 @@ class ReplacedInTorch(ReplacedMethods):
         self.watchers = [one for one in self.watchers if one is not follower]
         if not self._followers:
             self.restore()
+            KERNEL_NODES.forget_lowered()
 
     def _replace(self, owner: Any, name: str) -> None:
         if name in vars(owner) and not self.has_replaced(owner, name):  # without CUDA there is none
@@ -67,7 +76,11 @@ class ReplacedInTorch(ReplacedMethods):
 
     def _compile(self, compile_graph: Callable[..., Any], output: Any, graph: Any, example_inputs: Any) -> Any:
         described = describe_graph(graph, output, example_inputs)  # first, since the compiler writes into the graph
+        if described.backend == "inductor":
+            dynamo.load_inductor()
+            self._follow_inductor()
         compiled = compile_graph(output, graph, example_inputs)
+        self._follow_inductor()  # another compiler may have imported it
         # an "eager" backend, such as that of torch's cond, shows each op
         return compiled if "eager" in described.backend.split("_") else self._followed(described, compiled)
 
@@ -87,9 +100,14 @@ class ReplacedInTorch(ReplacedMethods):
 
         return run
 
-    def _run_earlier(self, call_graph: Callable[..., Any], graph: Any, inputs: Any) -> Any:
+    def _run_inductor(self, call_graph: Callable[..., Any], graph: Any, inputs: Any) -> Any:
         run = partial(call_graph, graph, inputs)
-        return self.watchers[-1].run_earlier(run) if self.watchers else run()
+        return self.watchers[-1].run_inductor(graph, run) if self.watchers else run()
+
+    def _generate(self, comment: Callable[..., Any], scheduling: Any, nodes: Any, kernel: Any = None) -> Any:
+        if kernel is not None:
+            KERNEL_NODES.note(nodes, kernel)
+        return comment(scheduling, nodes, kernel)
 
     def _notify(self, before: str, method: Callable[..., Any], graph: Any, *args: Any, **kwargs: Any) -> Any:
         for watcher in self.watchers:

@@ -143,6 +143,10 @@ class Reads:
         step.append_bits(digest_generator(generator), step.layouts.none)
         reads.append(position)
 
+    def note_draw(self, position: int) -> None:
+        """Note that the op at a position advanced the generator that was last read."""
+        self._generators.note_draw(position)
+
     def read_unwritten(
         self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], reads: list[int], names: list[InputName]
     ) -> None:
