@@ -105,6 +105,8 @@ def _kind_of(site: Site) -> TrailKind:
         return "collective"
     if site.role in ("graph", "region_input", "graph_output") or site.is_region:
         return "region"
+    if site.is_kernel:
+        return "kernel"
     if site.op or (site.role == "named" and site.phase in ("forward", "other")):
         return "op"
     if site.phase in ("gradient", "backward"):

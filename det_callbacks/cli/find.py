@@ -32,7 +32,7 @@ from det_callbacks.report.verdict import options_of, verdict_report
 from det_callbacks.runs.disk import make_folder, replace_atomically
 from det_callbacks.runs.environment import COMMIT
 from det_callbacks.runs.files import read_file
-from det_callbacks.runs.program import COLLECTIVES, REGION
+from det_callbacks.runs.program import COLLECTIVES, KERNEL, REGION
 from det_callbacks.runs.store import Run
 from det_callbacks.text import count
 from det_callbacks.verdict import Divergence, Verdict
@@ -249,7 +249,7 @@ def _repro(search: Search, home: Path, script: Script) -> Repro | None:
     start = None if pair is None else pair.start
     if pair is None or start is None or not start.op:
         return None
-    if start.op.startswith(REGION):
+    if start.op.startswith((REGION, KERNEL)):
         return Repro(
             path=None, text="code that torch.compile compiled cannot be called alone: see TORCH_LOGS=output_code"
         )

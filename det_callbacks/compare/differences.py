@@ -243,9 +243,14 @@ class StepDifference:
         return self._has_detail(row, detail, is_read=True)
 
     def _lines_of_reader(self, row: int) -> tuple[str, ...]:
-        """Return the lines of the only op that reads a generator, or made the output of a gradient."""
+        """Return the lines of a row that has none.
+
+        They are those of the only op that reads a generator, or made the output of a gradient.
+        """
         program, position = self.side(row)
         sites, site = program.sites, program.sites[position]
+        if site.is_kernel:  # inductor took it from its cache: the lines of the region's call
+            return next((one.source for one in reversed(sites[:position]) if one.role == "graph"), ())
         given = [position] if site.subject == "generator" and site.part == PASSED else []
         if site.subject == "gradient" and site.phase == "backward" and not site.op:
             outputs = [one for one in sites if (one.module, one.subject, one.of) == (site.module, "tensor", site.of)]

@@ -304,7 +304,8 @@ def unused_precision(fit: FitFacts) -> Found | None:
         products = [at for at, site in outputs_of(program, *_PRODUCTS) if site.phase == "forward"]
         entries = fit.layout(records[0]).entries
         dtypes = {entry.dtype for at in products if (entry := entries[at]) is not None}
-        if program.leaves_out_ops or program.opaque_regions or dtypes - {"float32"}:
+        is_compiled = any(row.site.is_region for row in program.rows)
+        if program.leaves_out_ops or program.opaque_regions or is_compiled or dtypes - {"float32"}:
             return None
         num_products = max(num_products, len(products))
         steps += [record.step for record in records] if products else []

@@ -11,6 +11,7 @@ from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError
 from det_callbacks.report.console import STYLES, Section, Table, to_text
 from det_callbacks.report.numerics import numerics_report
 from det_callbacks.report.run import findings_report, ops_text, output_text
+from det_callbacks.runs.source_text import first_line
 from det_callbacks.runs.store import Run
 from det_callbacks.text import count, listed
 from det_callbacks.verdict import (
@@ -230,16 +231,17 @@ def _call(divergence: Divergence) -> str:
 
 def _source_text(verdict: Verdict) -> list[str]:
     first = verdict.first_divergence
-    if first is None or not first.source:
+    line = "" if first is None else first_line(first.source)
+    if first is None or not line:
         return []
     try:
         run = Run.open(verdict.reference if first.kind == "missing" else verdict.current, check_steps=False)
-        text = run.source_text(first.source[0])
+        text = run.source_text(line)
     except ReferenceNotFoundError:
         return []  # the runs are somewhere else
     except ReferenceFormatError as error:
         return [f"the source text cannot be read: {error}"]
-    number = first.source[0].partition(" in ")[0].rpartition(":")[2]
+    number = line.partition(" in ")[0].rpartition(":")[2]
     return [f"{'>' if str(at) == number else ' '} {at:>4}  {line}".rstrip() for at, line in text]
 
 

@@ -177,6 +177,11 @@ class Site(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         """Whether it is of a compiled region."""
         return is_region(self.op)
 
+    @property
+    def is_kernel(self) -> bool:
+        """Whether it is of a kernel that inductor generated."""
+        return self.op.startswith(KERNEL)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SiteRow:

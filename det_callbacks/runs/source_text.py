@@ -10,6 +10,9 @@ from det_callbacks.runs.disk import make_folder, replace_atomically
 from det_callbacks.runs.files import READ_ERRORS, SOURCES, damaged, read_file
 from det_callbacks.runs.program import without_surrogates
 
+FUSED = "fused: "
+"""Begins the source of a kernel that computes several ops: "fused: gelu (model.py:12), add (model.py:13)"."""
+
 
 def write_source_text(folder: Path, text: Mapping[str, Sequence[str]]) -> None:
     """Write the text of source lines: "train.py:41" -> the lines 40, 41 and 42."""
@@ -36,6 +39,11 @@ def read_source_text(folder: Path) -> dict[str, tuple[str, ...]]:
         for place, lines in text.items():
             found.setdefault(place, set()).add(lines)
     return {place: lines.pop() for place, lines in found.items() if len(lines) == 1}
+
+
+def first_line(source: Sequence[str]) -> str:
+    """Return the first source line of a site that is one line; "" if there is none."""
+    return next((line for line in source if not line.startswith(FUSED)), "")
 
 
 def place_and_function(line: str) -> tuple[str, str]:

@@ -44,6 +44,7 @@ from det_callbacks.trace.tables.overloads import (
     OpPlan,
     comes_apart,
     in_flight,
+    tensors_read,
     written_arguments,
     written_by_call,
 )
@@ -79,6 +80,7 @@ class Recorder:
         self.collectives = self._reads.collectives = Collectives(step, places, self._reads)
         self.named = NamedSites(step, places, self.generators, self.collectives, self.captures)
         self.undigested = UndigestedOps(step, places, self.plans, self.collectives, self.output_hooks)
+        self._unseen_writes = UnseenWriteCheck(step)
         self.compiled = CompiledRegions(
             step,
             places,
@@ -87,8 +89,8 @@ class Recorder:
             undigested=self.undigested,
             captures=self.captures,
             output_hooks=self.output_hooks,
+            unseen_writes=self._unseen_writes,
         )
-        self._unseen_writes = UnseenWriteCheck(step)
         self._accumulation: OpPlan | None = None
         self._expected: Expectation | None = None
 
@@ -116,7 +118,7 @@ class Recorder:
         self.captures.clear()
         self.undigested.begin()
         self.collectives.begin()
-        self.compiled.begin()
+        self.compiled.begin(expected)
         self._unseen_writes.begin()
         self.elsewhere.clear()
         REPLACED.unfollow(self.compiled)  # after a step that was neither finished nor abandoned
@@ -351,8 +353,9 @@ class Recorder:
         if plan.draws_random:
             self.generators.note_draw(first_output)
         if expected is not None:
+            read = partial(tensors_read, plan, args, kwargs)
             self._unseen_writes.check_after_call(
-                expected, first_site, first_output, plan, args, kwargs, reads, was_changed=was_changed
+                expected, first_site, first_output, read, reads, was_changed=was_changed
             )
         return out
 

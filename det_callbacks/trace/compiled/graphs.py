@@ -12,9 +12,9 @@ from torch import Tensor, fx, nn
 from det_callbacks.digest.host import digest_bytes
 from det_callbacks.internals.dynamo import GRAPH_MEMBER, GRAPH_SOURCE
 from det_callbacks.runs.program import REGION
+from det_callbacks.runs.source_text import FUSED
 from det_callbacks.trace.attribution.source import RESUMED, line_of_trace
 
-FUSED = "fused: "
 _TORCH = str(Path(torch.__file__).parent)
 _SYMBOL = re.compile(r"\b[suz]+\d+\b")
 _ADDRESS = re.compile(r"0x[0-9a-f]+")

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
-from sys import _getframe
 from pathlib import Path
+from sys import _getframe
 from threading import RLock, get_ident
 from types import FrameType, ModuleType
 from typing import Any, Protocol
@@ -210,7 +210,9 @@ class KernelNodes:
             else:  # another thread is compiling it
                 self._lowered.append((graph, name, nodes))
         nodes = self._known.get((key, kernel), ())
-        return [lines[name] if name in lines and lines[name].line == one.line else one for name, one in nodes if one.line]
+        by_user = [lines.get(name, one) for name, one in nodes if one.line]
+        found = [one for _, one in nodes if one.line]
+        return [user if user.line == one.line else one for user, one in zip(by_user, found, strict=True)]
 
 
 def _is_view(target: Any) -> bool:

@@ -4,36 +4,33 @@ Inductor reuses buffers, so an inner op depends on all inputs, and the region is
 op. The backward pass also depends on the inner ops, whose outputs it may have saved.
 """
 
-import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import partial
 from threading import get_ident
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from det_callbacks.digest.components import digest_output
 from det_callbacks.internals.dynamo import ORIGINAL, generated_modules
-from det_callbacks.internals.torch import next_sequence_number, num_writes, storage_address
-from det_callbacks.runs.program import MISSES_PARAMETERS, REGION, Role, Site, subject_of
+from det_callbacks.internals.torch import next_sequence_number, num_writes
+from det_callbacks.runs.program import REGION
+from det_callbacks.runs.steps import Expectation
 from det_callbacks.trace.attribution.backward import compiled_nodes, scope_in
-from det_callbacks.trace.attribution.engine import source_of
 from det_callbacks.trace.attribution.places import Places
 from det_callbacks.trace.attribution.tensor_names import has_address
 from det_callbacks.trace.compiled.captures import GraphCaptures
-from det_callbacks.trace.compiled.graphs import Traced, TracedGraph, fused_source
-from det_callbacks.trace.compiled.kernels import KERNEL_NODES, SEEN_KERNELS, KernelCall, Note
+from det_callbacks.trace.compiled.graphs import TracedGraph
+from det_callbacks.trace.compiled.kernels import SEEN_KERNELS, KernelCall
+from det_callbacks.trace.compiled.region import InnerReads, Region
 from det_callbacks.trace.dispatch import TAKE_APART, breaks_graph
-from det_callbacks.trace.op.call_graph import CallNode, OpScope, rowwise
-from det_callbacks.trace.op.components import holds_data, parts_with_memory
+from det_callbacks.trace.op.call_graph import OpScope
+from det_callbacks.trace.op.components import holds_data
 from det_callbacks.trace.op.output_hooks import OutputHooks
 from det_callbacks.trace.op.reads import Reads
-from det_callbacks.trace.op.sites import InputName, arguments_json
 from det_callbacks.trace.op.undigested_ops import UndigestedOps
+from det_callbacks.trace.op.unseen_writes import UnseenWriteCheck
 from det_callbacks.trace.step import Step
 from det_callbacks.trace.tables.overloads import (
     OpKind,
@@ -47,226 +44,7 @@ from det_callbacks.trace.tables.overloads import (
 )
 from det_callbacks.trace.tables.plans import Plans
 
-_Row = tuple[str, int, Role, str | None]  # op, number, role and name
 _EARLIER = f"{REGION}graph_compiled_earlier"
-
-
-@dataclass(slots=True, eq=False)
-class Region:
-    """The rows of one call of a compiled graph: call ``enter`` before it and ``leave`` after it."""
-
-    step: Step
-    places: Places
-    read: Reads
-    graph: TracedGraph
-    phase: str
-    scope: OpScope
-    reads: list[int] = field(default_factory=list)  # the sites that its outputs depend on
-    reads_of_inner: list[int] = field(default_factory=list)
-    inner: list[int] = field(default_factory=list)  # positions of inner ops and kernels
-    source: tuple[str, ...] = ()
-    sees_kernels: bool = False
-    unseen: set[str] = field(default_factory=set)  # why some of its kernels cannot be seen
-    numbers: list[int] = field(default_factory=list)  # rows of its inputs that are no tensors
-    entered: dict[int, int] = field(default_factory=dict)  # storage -> row of an input
-
-    def enter(self, inputs: Iterable[tuple[str, Any]]) -> list[tuple[str, Tensor, int]]:
-        """Record the inputs; return name, tensor and position of those with rows: parameters only if written."""
-        step = self.step
-        is_op_level = self.places.selection.level == "op"
-        may_write_parameters = is_op_level and (self.phase == "optimizer" or not torch.is_grad_enabled())
-        left_out = () if may_write_parameters else nn.Parameter
-        entering: list[tuple[str, Any, list[int]]] = []
-        read_first: list[InputName] = []
-        for name, value in inputs:
-            if not holds_data(value):
-                continue
-            writers: list[int] = []
-            if isinstance(value, Tensor) and is_op_level:
-                self.read.read(value, writers, read_first)
-                self.reads += writers
-            if isinstance(value, Tensor | int | float) and not isinstance(value, left_out):
-                entering.append((name, value, writers))
-        every, region = sorted(set(self.reads)), self.graph.region
-        reads = [every, *(writers for *_, writers in entering)]
-        names = [name for name, *_ in entering]
-        rows: list[_Row] = [(f"{region}.graph", 0, "graph", None)]
-        rows += [(f"{region}.inputs", index, "region_input", name) for index, name in enumerate(names)]
-        self._step_to(self.graph, "inputs", reads, [*read_first, *names], rows)
-        graph_row = step.num_sites
-        detail = f"{self.graph.num_ops} ops, {self.graph.fingerprint:016x}"
-        step.append_bits(self.graph.fingerprint, step.layouts.special("graph", (), detail))
-        for _, value, _ in entering:
-            step.append_value(value)
-        self.reads_of_inner = [*range(graph_row, step.num_sites)]
-        self.reads = [*every, *self.reads_of_inner]
-        given: list[tuple[str, Tensor, int]] = []
-        for at, (name, value, _) in enumerate(entering, start=graph_row + 1):
-            if isinstance(value, Tensor):
-                given.append((name, value, at))
-                self.entered.update((storage_address(part.untyped_storage()), at) for part in parts_with_memory(value))
-            else:
-                self.numbers.append(at)
-        return given
-
-    def read_exactly(self, tensors: Iterable[Tensor], updated: Iterable[Tensor] = ()) -> "InnerReads":
-        """Return what a kernel or an op reads, before it runs; ``updated`` are tensors that it also writes."""
-        found = InnerReads([*self.numbers], [])
-        if self.unseen:  # something that has no rows may have written any of them
-            found.positions += [*self.reads_of_inner, *self.inner]
-        else:
-            for tensor in tensors:
-                writers: list[int] = []
-                self.read.read(tensor, writers, found.names)
-                found.positions += self._with_entered(tensor, writers)
-            for tensor in updated:
-                found.positions += self._with_entered(tensor, self.step.writers_of(tensor))
-            self.read.unwritten.clear()
-        return found
-
-    def _with_entered(self, tensor: Tensor, writers: list[int]) -> list[int]:
-        """Add the row of an input that nothing in the region has written: it shows a write that was not recorded."""
-        addresses = (storage_address(part.untyped_storage()) for part in parts_with_memory(tensor))
-        rows = (self.entered.get(address) for address in addresses)
-        return [*writers, *(at for at in rows if at is not None and all(writer < at for writer in writers))]
-
-    def record_inner(
-        self,
-        func: object,
-        op: str,
-        outputs: Sequence[Any],
-        reads: "InnerReads",
-        names: Sequence[str | None],
-        source: Callable[[], tuple[str, ...]] | None = None,
-    ) -> None:
-        """Record the outputs of an op or a kernel."""
-        step = self.step
-        rows: list[_Row] = [
-            (op, index, "output" if isinstance(output, Tensor) else "value", name)
-            for index, (output, name) in enumerate(zip(outputs, names, strict=True))
-        ]
-        positions = sorted(set(reads.positions))
-        self._step_to(func, "inner", [positions for _ in outputs], [*reads.names, *names], rows, source)
-        first = step.num_sites
-        for position, output in enumerate(outputs, start=first):
-            self.inner.append(position)
-            step.append_value(output)
-            for part in parts_with_memory(output) if isinstance(output, Tensor) else ():
-                step.ledger.write(part, position)
-        step.deferred.flush()  # the region's kernels reuse this memory without a dispatch
-
-    def leave(self, outputs: Iterable[tuple[str | None, Any]], given: Iterable[tuple[str, Tensor, int]] = ()) -> None:
-        """Record the outputs, and the ``given`` inputs whose bits changed or may have changed.
-
-        A version counter would not do: a compiled graph increments none for buffers, and none at all without gradients.
-        """
-        step = self.step
-        values = [(name, value) for name, value in outputs if isinstance(value, Tensor) and holds_data(value)]
-        if self.graph.is_graphed:
-            # inductor reuses this memory only when nothing references it
-            for _, value in values:
-                for part in parts_with_memory(value):
-                    step.deferred.unhold(part.untyped_storage())
-        digests, deferred = step.digests, step.deferred.bits
-        values += [(name, value) for name, value, at in given if at in deferred or digest_output(value) != digests[at]]
-        step.counts.num_digested += 1
-        if values:
-            names: list[InputName] = [name for name, _ in values]
-            op = f"{self.graph.region}.outputs"
-            rows: list[_Row] = [(op, index, "output", name) for index, (name, _) in enumerate(values)]
-            is_exact = self.sees_kernels and not self.unseen
-            writers = [step.writers_of(value) if is_exact else [] for _, value in values]
-            self._step_to(self.graph, "outputs", [known or self.reads for known in writers], names, rows)
-            first = step.num_sites
-            for position, ((_, value), known) in enumerate(zip(values, writers, strict=True), start=first):
-                step.append_output(value, known)
-                for part in parts_with_memory(value):
-                    step.ledger.write(part, position)
-            self.reads = [*self.reads, *range(first, step.num_sites)]
-            step.deferred.end_group()
-        if self.graph.is_graphed:
-            step.deferred.flush()
-
-    def source_of_kernel(self, call: KernelCall) -> tuple[str, ...]:
-        """Return the lines of the nodes that a kernel computes; none if they are unknown."""
-        lines = self.graph.lines
-        if (note := call.note) is not None:
-            return fused_source(self._noted(note))
-        return fused_source(KERNEL_NODES.of(call.code.key, call.name, lines))
-
-    def source_of_op(self, frame: FrameType | None) -> tuple[str, ...]:
-        """Return the line of the node that an op computes, or that of the region's call."""
-        while frame is not None:
-            code = SEEN_KERNELS.code_in(frame)
-            if code is not None:
-                note = code.notes.get(frame.f_lineno)
-                # the last one: those before made its inputs, if only by views
-                return fused_source(self._noted(note)[-1:] if note is not None else ()) or self.source
-            frame = frame.f_back
-        return self.source
-
-    def _noted(self, note: Note) -> list[Traced]:
-        """Return the nodes of a comment.
-
-        Of a backward pass it also names nodes of inductor's own graph, which may have the names of others in Dynamo's.
-        """
-        own = {op.rpartition(".")[2] for op in note.ops} if self.phase == "backward" else ()
-        names = (name for name in note.nodes if re.sub(r"_\d+$", "", name) not in own)
-        return [self.graph.lines[name] for name in names if name in self.graph.lines]
-
-    def _step_to(
-        self,
-        func: object,
-        part: str,
-        reads: list[list[int]],
-        names: list[InputName],
-        rows: Iterable[_Row],
-        source: Callable[[], tuple[str, ...]] | None = None,
-    ) -> None:
-        arguments: dict[str, Any] = {"backend": self.graph.backend}
-        if self.places.selection.level != "op":
-            arguments[MISSES_PARAMETERS] = True
-
-        def build(node: CallNode) -> None:
-            node.source = source() if source is not None else self.source or source_of(self.scope)
-            sites = (
-                Site(
-                    phase=self.phase,
-                    module=self.scope.module,
-                    op=op,
-                    output=index,
-                    role=role,
-                    **subject_of(name, phase=self.phase, role=role),
-                    arguments=arguments_json(arguments if role == "graph" else {}),
-                    source=node.source,
-                )
-                for op, index, role, name in rows
-            )
-            node.sites = (*self.read.sites(node), *sites)
-            node.edges = [*self.read.row_edges, *(sorted(set(edges)) for edges in reads)]
-
-        node = self.step.graph.step_to(
-            func,
-            self.phase,
-            self.scope,
-            rowwise(reads),
-            names,
-            len(reads),
-            build,
-            consts=[part],
-            edges=self.read.row_edges,
-        )
-        if source is None:
-            self.source = node.source
-        self.read.row_edges.clear()
-
-
-@dataclass(slots=True, eq=False)
-class InnerReads:
-    """What a kernel or an op inside a region reads."""
-
-    positions: list[int]
-    names: list[InputName]  # one for each new input site
 
 
 class _Kernels(NamedTuple):
@@ -292,14 +70,16 @@ class CompiledRegions:
         undigested: UndigestedOps,
         captures: GraphCaptures,
         output_hooks: OutputHooks,
+        unseen_writes: UnseenWriteCheck,
     ) -> None:
         self.step, self._places, self._reads, self._plans = step, places, reads, plans
         self._undigested, self._captures = undigested, captures
         self.before_capture, self.before_replay = captures.before_capture, captures.before_replay
-        self._output_hooks = output_hooks
+        self._output_hooks, self._unseen_writes = output_hooks, unseen_writes
         self._running_regions = places.running_regions
         self._stances: list[Any] = []  # one for each ``open``, or None if compiled code runs
         self._token: object = None  # identifies the step
+        self._expected: Expectation | None = None
 
     def open(self) -> None:
         """Record regions from here on, or have torch run eager code; may be nested."""
@@ -310,12 +90,12 @@ class CompiledRegions:
         if self._stances and (stance := self._stances.pop()) is not None:
             stance.__exit__(None, None, None)
 
-    def begin(self) -> None:
-        self._token = object()
+    def begin(self, expected: Expectation | None = None) -> None:
+        self._token, self._expected = object(), expected
 
     def end(self) -> None:
         """End a step; backward passes of graphs that outlive it are not recorded."""
-        self._token = None
+        self._token = self._expected = None
         self._running_regions.clear()
 
     def run(self, graph: TracedGraph, call: Callable[..., Any], *args: Any) -> Any:
@@ -400,8 +180,16 @@ class CompiledRegions:
             _, outputs = self._output_hooks.call(plan, phase, scope, out, written, call.arguments, {})
             names = [self._name_of_written(phase, value) for value in outputs]
             region.record_inner(kernel, kernel.op, outputs, reads, names, partial(region.source_of_kernel, call))
+            self._check_inputs(mark, len(outputs), read, reads)
             step.counts.num_digested += 1
         return out
+
+    def _check_inputs(self, mark: int, num_outputs: int, read: list[Tensor], reads: InnerReads) -> None:
+        if self._expected is not None:
+            first = self.step.num_sites - num_outputs
+            self._unseen_writes.check_after_call(
+                self._expected, mark, first, lambda: read, reads.positions, was_changed=False
+            )
 
     def _name_of_written(self, phase: str, value: Tensor) -> str | None:
         names = self._places.names
@@ -424,10 +212,10 @@ class CompiledRegions:
                 region.unseen.add(plan.name)
             return out
         phase, scope = region.phase, region.scope
-        reads = InnerReads([*region.reads_of_inner], [])
+        mark, reads, read = step.num_sites, InnerReads([*region.reads_of_inner], []), list[Tensor]()
         if region.sees_kernels:
-            updated = () if plan.is_overwrite else written_arguments(plan, args, kwargs)
-            reads = region.read_exactly(tensors_read(plan, args, kwargs), updated)
+            read = tensors_read(plan, args, kwargs)
+            reads = region.read_exactly(read, () if plan.is_overwrite else written_arguments(plan, args, kwargs))
             if plan.draws_random:
                 self._reads.read_generator(args, kwargs, reads.positions, reads.names)
         if step.deferred.is_used and not plan.is_functional:
@@ -448,6 +236,7 @@ class CompiledRegions:
         region.record_inner(func, plan.name, outputs, reads, names, partial(region.source_of_op, sys._getframe(1)))
         if region.sees_kernels and plan.draws_random:
             self._reads.note_draw(step.num_sites - len(outputs))
+        self._check_inputs(mark, len(outputs), read, reads)
         step.counts.num_digested += 1
         return out
 

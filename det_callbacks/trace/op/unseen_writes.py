@@ -6,7 +6,7 @@ the step's end if their memory still exists.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from det_callbacks.runs.steps import Expectation
 from det_callbacks.trace.op.components import has_parts
 from det_callbacks.trace.op.storages import ByteRange, region_of
 from det_callbacks.trace.step import Step
-from det_callbacks.trace.tables.overloads import OpPlan, tensors_in, tensors_read
+from det_callbacks.trace.tables.overloads import OpPlan, tensors_in
 
 
 class UnseenWriteCheck:
@@ -63,17 +63,16 @@ class UnseenWriteCheck:
         expected: Expectation,
         mark: int,
         first: int,
-        plan: OpPlan,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        tensors: Callable[[], list[Tensor]],
         reads: list[int],
         *,
         was_changed: bool,
     ) -> None:
         """Add to ``expected.unseen_writes`` the differing sites of a call whose inputs an unseen write changed.
 
-        Sites with deferred digests are added whether they differ or not; see also ``check_deferred``. A call that
-        reads a difference is not an origin, so it is not checked.
+        ``tensors`` returns what the call reads and does not write. Sites with deferred digests are added whether they
+        differ or not; see also ``check_deferred``. A call that reads a difference is not an origin, so it is not
+        checked.
         """
         digests, deferred = self._step.digests, self._step.deferred.bits
         positions = range(first, len(digests))
@@ -83,10 +82,10 @@ class UnseenWriteCheck:
             return
         if differing and expected.takes_check(differing):
             expected.looked_at.update(positions)
-            if was_changed or any(map(self._is_changed, _ordinary(tensors_read(plan, args, kwargs)))):
+            if was_changed or any(map(self._is_changed, _ordinary(tensors()))):
                 expected.unseen_writes.update(positions)
         elif waiting:
-            read = _ordinary(tensors_read(plan, args, kwargs))
+            read = _ordinary(tensors())
             if any(self._is_changed(tensor, mark) for tensor in read if tensor.is_cpu):
                 expected.unseen_writes.update(waiting)
 

@@ -97,7 +97,12 @@ UNINITIALISED = frozenset(
 )
 """Ops that return memory unwritten."""
 
-UNDECLARED_VIEWS = frozenset({"aten._unsafe_view", "aten.unsafe_split", "aten.unsafe_split_with_sizes"})
+UNDECLARED_VIEWS = frozenset(
+    {
+        *("aten._unsafe_view", "aten.unsafe_split", "aten.unsafe_split_with_sizes"),
+        *("inductor._alloc_from_pool", "inductor._reinterpret_tensor"),
+    }
+)
 """Views that the schema does not declare."""
 
 OVERWRITES = frozenset(
@@ -115,11 +120,11 @@ RELAYOUTS = frozenset(
         *("set_", "resize_", "resize_as_", "_resize_output_", "record_stream"),
         "shallow_copy_data_",  # since torch 2.14
     )
-)
+) | {"inductor.resize_storage_bytes_"}
 """Ops that change a tensor's storage or its size."""
 
 _OWN_KERNELS = ("CPU", "CUDA", "MPS", "XPU", "PrivateUse1", "CompositeExplicitAutograd")
-_IGNORED_NAMESPACES = frozenset({"prim", "prims_internal", "profiler", "debugprims", "inductor", "det_callbacks"})
+_IGNORED_NAMESPACES = frozenset({"prim", "prims_internal", "profiler", "debugprims", "det_callbacks"})
 _COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"})
 
 
@@ -295,7 +300,7 @@ def _is_composite(name: str) -> bool:
 
 
 def _kind_of(func: OpOverload, base: str, *, is_view: bool) -> OpKind:
-    if func.namespace in _IGNORED_NAMESPACES:
+    if func.namespace in _IGNORED_NAMESPACES or base == "inductor.accumulate_grad_":
         return OpKind.IGNORED
     if func.namespace in _COLLECTIVE_NAMESPACES:
         return OpKind.COLLECTIVE
