@@ -2,6 +2,7 @@
 
 import argparse
 
+from det_callbacks.checkpoint.messages import checkpoint_report
 from det_callbacks.cli.export import export_run
 from det_callbacks.cli.found import print_found
 from det_callbacks.environment.nondeterminism import read_op_facts
@@ -19,7 +20,6 @@ from det_callbacks.report.run import (
     step_report,
     step_to_dict,
 )
-from det_callbacks.report.tensors import checkpoint_report
 from det_callbacks.report.verdict import verdict_report
 from det_callbacks.runs.store import Run
 from det_callbacks.text import count, size

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from det_callbacks.environment.rng import RewindPoint
 from det_callbacks.errors import SettingsError
 from det_callbacks.settings.catalogue import SETTINGS, DeterminismSettings, attribute_back, variable_back
+from det_callbacks.settings.generators import RewindPoint
 
 # written by set_float32_matmul_precision, which cannot restore "none" (torch 2.13)
 _WRITTEN_TOO = ("torch.backends.cuda.matmul.fp32_precision", "torch.backends.mkldnn.matmul.fp32_precision")

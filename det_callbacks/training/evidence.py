@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader, Sampler
 
 from det_callbacks.digest.host import digest_bytes
 from det_callbacks.digest.unobserved import hidden, unobserved
-from det_callbacks.environment.rng import Held
 from det_callbacks.environment.variables import NUM_WORKERS
 from det_callbacks.errors import SettingsError
 from det_callbacks.internals.torch import BUFFERS, PARAMETERS, modules_in
 from det_callbacks.runs.evidence import KIND_OF_SAMPLER, LOADER
+from det_callbacks.settings.generators import Held
 from det_callbacks.trace.op.components import has_parts, holds_data
 from det_callbacks.trace.state.generators import GeneratorReader, Ledger
 from det_callbacks.trace.state.leaves import attributes_of, flatten

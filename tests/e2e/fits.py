@@ -23,7 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 from trainers import quiet_trainer
 
 from det_callbacks import DeterminismCallback
-from det_callbacks.environment.rng import GeneratorStates
+from det_callbacks.settings.generators import GeneratorStates
 from det_callbacks.training.session import Session
 
 FEATURES = 12

@@ -27,9 +27,9 @@ from det_callbacks import (
     TrainingRun,
     compare_runs,
 )
-from det_callbacks.environment.rng import GeneratorStates
 from det_callbacks.runs.metrics import read_metrics
 from det_callbacks.runs.store import Run
+from det_callbacks.settings.generators import GeneratorStates
 from det_callbacks.training.metrics import metric_of
 
 STEPS = 6

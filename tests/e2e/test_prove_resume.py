@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from trainers import quiet_trainer
 
 from det_callbacks import NotResumableError, SelectionError, Verdict, prove_resume
-from det_callbacks.environment.rng import GeneratorStates
+from det_callbacks.settings.generators import GeneratorStates
 
 pytestmark = RESUMING
 

@@ -17,7 +17,6 @@ from det_callbacks.compare.record import REPORT_FILE, VERDICT_FILE
 from det_callbacks.digest.components import digest_tensor
 from det_callbacks.digest.host import format_digest
 from det_callbacks.digest.unobserved import unobserved
-from det_callbacks.environment.rng import RewindPoint
 from det_callbacks.internals.lightning import (
     callback_metrics,
     combined_loader,
@@ -33,6 +32,7 @@ from det_callbacks.internals.lightning import (
 from det_callbacks.report.closing_lines import progress_word
 from det_callbacks.report.console import print_closing_line
 from det_callbacks.runs.metrics import RESUMED, Reading
+from det_callbacks.settings.generators import RewindPoint
 from det_callbacks.trace.op.components import holds_data
 from det_callbacks.trace.state.leaves import flatten
 from det_callbacks.training.metrics import generator_states, metric_of
