@@ -17,12 +17,12 @@ from det_callbacks.compare.metrics import MetricComparison
 from det_callbacks.compare.record import (
     REPORT_FILE,
     TOGETHER,
+    UNFINISHED,
     VERDICT_FILE,
     FitRecord,
     RankRecord,
     Stop,
     Tally,
-    record_path,
     write_record,
 )
 from det_callbacks.compare.resume import find_resumed_step, state_at_end
@@ -43,6 +43,9 @@ from det_callbacks.verify.judge import compare_runs, other_world_size, require_r
 
 STORED_STEPS = 100
 """How many diverging steps of a rank are stored; each is as large as in a recording."""
+
+STEPS_BETWEEN_RECORDS = 1000
+"""After so many compared steps the record is written again, so that a kill loses no more of them."""
 
 
 def open_reference(
@@ -113,7 +116,7 @@ class Verification:
         self._rows: list[EvidenceRow] = []
         self._lasting: dict[tuple[str, ...], EvidenceRow] = {}
         self._is_explained = self._lacks_steps = False
-        self._num_stored = 0
+        self._num_stored = self._num_unwritten = 0
         self._counter = StepCounter()
 
     @property
@@ -149,9 +152,9 @@ class Verification:
 
     def withdraw_verdict(self) -> None:
         """Remove the files of an outdated verdict, because the comparison continues."""
-        with writing(self.current):
-            record_path(self.current, self.rank).unlink(missing_ok=True)
-            if self.rank == 0:
+        self._write_record(UNFINISHED)
+        if self.rank == 0:
+            with writing(self.current):
                 for name in (VERDICT_FILE, REPORT_FILE):
                     (self.current / name).unlink(missing_ok=True)
 
@@ -174,9 +177,9 @@ class Verification:
 
     def begin_fit(self, segment: int, *, is_resumed: bool = False, is_every_step: bool = True) -> None:
         """Start a fit; a verdict on earlier fits is outdated."""
-        self.withdraw_verdict()
         self.fit = FitRecord(segment=segment, is_resumed=is_resumed)
         self._fits.append(self.fit)
+        self.withdraw_verdict()
         self.is_resuming = is_resumed and is_every_step
         self._known = frozenset(self._ranks.steps(segment).tolist() if segment in self._ranks.segments else ())
         self._rows.clear()
@@ -254,6 +257,14 @@ class Verification:
 
     def add(self, trace: StepTrace, *, step: int, epoch: int) -> bool:
         """Compare a step; return whether it differs."""
+        num_stored = self._num_stored
+        differs = self._compare(trace, step, epoch)
+        self._num_unwritten += 1
+        if self._num_stored > num_stored or self._num_unwritten == STEPS_BETWEEN_RECORDS:
+            self._write_record(UNFINISHED)
+        return differs
+
+    def _compare(self, trace: StepTrace, step: int, epoch: int) -> bool:
         if self.is_resuming:
             self._writer.note_resumed(step)
         fit, self.is_resuming = self.fit, False
@@ -367,6 +378,10 @@ class Verification:
     def _seal(self, reason: str, *, complete: bool = True) -> bool:
         """Close the files of this rank and write its record; return whether it differs."""
         self._writer.close(complete=complete)
+        self._write_record(reason)
+        return self.has_divergence
+
+    def _write_record(self, reason: str) -> None:
         last = max(self.fit.compared | self.fit.extra, default=-1)
         stop = Stop(segment=self.segment, step=last, reason=reason) if reason else None
         record = RankRecord(
@@ -380,7 +395,7 @@ class Verification:
             stopped=stop,
         )
         write_record(self.current, record)
-        return self.has_divergence
+        self._num_unwritten = 0
 
     def write(self, verdict: Verdict) -> None:
         """Write a verdict into the current run's folder."""
