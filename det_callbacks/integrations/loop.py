@@ -22,7 +22,7 @@ from det_callbacks.errors import NothingComparedError, SelectionError, SettingsE
 from det_callbacks.internals.replaced import ReplacedMethods
 from det_callbacks.internals.torch import BACKWARD, BUFFERS, MAKES_SCALE, PARAMETERS, graph_task_id
 from det_callbacks.observers.observations import REGISTRY
-from det_callbacks.runs.metrics import LOG, RESUMED, Metric, Reading
+from det_callbacks.runs.metrics import LOG, RESUMED, Metric, Reading, ReadRow
 from det_callbacks.trace.dispatch import runs_uncompiled
 from det_callbacks.trace.state.optimizers import parameters_of
 from det_callbacks.trace.state.walker import StateWalker
@@ -449,9 +449,9 @@ class TrainingRun(FollowedRun):
             reading = self._reading(LOG, metrics, generator_states(self._session.reader))
             self._has_differed |= bool(self._session.put_metrics(reading))
 
-    def _reading(self, where: str, metrics: dict[str, Metric], evidence: Mapping[str, str] | None = None) -> Reading:
-        step, evidence = self._step, dict(evidence or {})
-        return Reading(where=where, number=step, step=step, epoch=self._epoch, metrics=metrics, evidence=evidence)
+    def _reading(self, where: str, metrics: dict[str, Metric], reads: tuple[ReadRow, ...] = ()) -> Reading:
+        step = self._step
+        return Reading(where=where, number=step, step=step, epoch=self._epoch, metrics=metrics, reads=reads)
 
     @property
     def _epoch(self) -> int:

@@ -189,7 +189,7 @@ class DeterminismCallback(FollowedRun, pl.Callback):
     def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         if self._is_fitting:
             self._stop_together(differs=self._logged.read_epoch(trainer))
-            self._logged.whole_epoch = {}
+            self._logged.whole_epoch = ()
         self._hooks.mark("epoch start")
         if self._checkpoints is not None:
             self._checkpoints.resuming.begin_epoch()
@@ -255,7 +255,7 @@ class DeterminismCallback(FollowedRun, pl.Callback):
         if not trainer.sanity_checking:
             self._hooks.mark("after validation")
         if trainer.sanity_checking:
-            self._logged.first_batches = {}  # Lightning discards values logged there
+            self._logged.first_batches = []  # Lightning discards values logged there
         elif self._call is not None and self._is_open:
             self._end_call(trainer, self._call)
         elif self._is_fitting and not self._logged.is_resuming:
