@@ -107,7 +107,7 @@ class FollowedLoop(TrainingRun):
 
     def enter_call(self, module: nn.Module) -> None:
         """Note the call of a module in which the step begins."""
-        self._session.enter_call(module)
+        self._hooks.enter_call(module)
 
     def _drawn_for(self, given: Any, drawn: DrawnLoader) -> Any:
         """Return the batch loaded for a step, else the arguments; a loader may have loaded batches ahead."""
