@@ -1,6 +1,7 @@
 """What the evidence of two runs shows about a difference: draws from generators, and samples."""
 
 import json
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -102,6 +103,9 @@ class BatchChange:
     is_loaded_alike: bool | None = None  # the loaders' output matches
     found_at: int | None = None  # step of the reference with samples of this batch
     is_whole: bool = False  # that batch holds all of them
+    epoch: int = 0  # of that step
+    is_other_epoch: bool = False  # not that of the step that differs
+    places: tuple[int, int] = (0, 0)  # of the step that differs and of that step, in their epochs
     was_searched: bool = False
     num_samples: int = 0  # that the current run recorded of the batch
     num_same: int = 0  # of these, the ones that the reference's batch of the same step has
@@ -159,9 +163,9 @@ def find_evidence(reference: Run, current: Run, difference: StepDifference) -> E
         return evidence
     reference_samples, current_samples = reference_window.samples(step), current_window.samples(step)
     new_samples = [sample for sample in current_samples if sample not in reference_samples][:MAX_SEARCHED]
-    found_at, is_whole = None, False
+    found: dict[str, Any] = {}
     if new_samples:
-        found_at, is_whole = _find_samples(reference, *place, new_samples=new_samples, samples=current_samples)
+        found = _find_samples(reference, *place, new_samples=new_samples, samples=current_samples)
     is_loaded_alike = _is_loaded_alike(
         (reference_window, difference.reference),
         (current_window, difference.current),
@@ -170,8 +174,7 @@ def find_evidence(reference: Run, current: Run, difference: StepDifference) -> E
         evidence.batch,
         is_loaded_alike=is_loaded_alike,
         was_searched=bool(new_samples),
-        found_at=found_at,
-        is_whole=is_whole,
+        **found,
         num_samples=len(current_samples),
         num_same=sum(sample in reference_samples for sample in current_samples),
     )
@@ -283,10 +286,11 @@ def from_batch_start(rows: Iterable[EvidenceRow]) -> Iterator[EvidenceRow]:
 
 def _find_samples(
     run: Run, rank: int, segment: int, step: int, *, new_samples: Sequence[int], samples: Sequence[int]
-) -> tuple[int | None, bool]:
-    """Return the first step that has all these samples, and True; else the first with one of ``new_samples``.
+) -> dict[str, Any]:
+    """Return what a BatchChange says of a step that has all these samples, or one of ``new_samples``, or {}.
 
-    (None, False) if less than ``MIN_FOUND`` of the new samples are in the attempt.
+    It is a step of the same epoch rather than of another one, and then the first. {} if less than ``MIN_FOUND`` of
+    the new samples are in the attempt.
     """
     steps: defaultdict[int, set[int]] = defaultdict(set)
     values = np.array(samples, dtype=np.uint64)
@@ -296,11 +300,35 @@ def _find_samples(
             steps[row.value].add(row.step)
     found = [steps[value] for value in new_samples if value in steps]
     if not found or len(found) < MIN_FOUND * len(new_samples):
-        return None, False
+        return {}
     steps_with_all = set.intersection(*(steps[value] for value in samples))
-    if steps_with_all:
-        return min(steps_with_all), True
-    return min(set.union(*found)), False
+    known = run.rank(rank).steps(segment).tolist()
+
+    def epoch_of(one: int) -> int:
+        return run.rank(rank).read(segment, one).epoch
+
+    own = epoch_of(step)
+    found_at = min(steps_with_all or set.union(*found), key=lambda one: (epoch_of(one) != own, one))
+    epoch = epoch_of(found_at)
+    places = (known.index(step), own), (known.index(found_at), epoch)
+    own_place, place = (at - bisect_left(known, one, key=epoch_of) for at, one in places)
+    return {
+        "found_at": found_at,
+        "is_whole": bool(steps_with_all),
+        "epoch": epoch,
+        "is_other_epoch": epoch != own,
+        "places": (own_place, place),
+    }
+
+
+def steps_of_states(run: Run, segment: int, step: int, states: Mapping[str, int]) -> dict[str, int]:
+    """Return the first step, of those up to this one, in which each generator had a state, if one had it."""
+    values = np.array([*states.values()], dtype=np.uint64)
+    found: dict[str, int] = {}
+    for row in _read_rows(run, 0, segment, step, lambda batch: np.isin(batch.column("value").to_numpy(), values)):
+        if row.kind in ("generator", "start") and row.step <= step and states.get(row.of) == row.value:
+            found.setdefault(row.of, row.step)
+    return found
 
 
 def _read_rows(
