@@ -201,7 +201,8 @@ def _advise(graph: Graph) -> str:
     if graph.is_resumed and batch.is_whole:
         return f"It holds the samples of step {batch.found_at} of the reference{_place_in_data(batch)}"
     if graph.is_resumed and how == "drawn" and batch.has_loader:
-        return because(graph, f"Restore the position in the data. {_SHUFFLE}")
+        of_stream = ". The state of a stream may lack what waits in its shuffle buffer" * (batch.indices is None)
+        return because(graph, f"Restore the position in the data. {_SHUFFLE}{of_stream}")
     is_unrecorded = how == "drawn" or (how == "other" and not batch.num_same)
     if is_unrecorded and not (batch.has_loader or changes):
         return _UNRECORDED

@@ -158,7 +158,10 @@ def find_evidence(reference: Run, current: Run, difference: StepDifference) -> E
     if reference_window is None or current_window is None:
         return Evidence()
     has_other_batch = any(difference.site(row).phase == "data" for row in difference.starting("outside"))
-    evidence = compare_windows(reference_window, current_window, step, has_other_batch=has_other_batch)
+    is_resumed = (difference.segment, step) in current.resumed_steps
+    evidence = compare_windows(
+        reference_window, current_window, step, has_other_batch=has_other_batch, is_resumed=is_resumed
+    )
     if not has_other_batch:
         return evidence
     reference_samples, current_samples = reference_window.samples(step), current_window.samples(step)
@@ -338,17 +341,24 @@ def _read_rows(
     return read_evidence(path, run_id=run.manifest.run_id, keep=is_wanted)
 
 
-def compare_windows(reference: Window, current: Window, step: int, *, has_other_batch: bool = False) -> Evidence:
-    """Return what differs; a generator that was restored before the step only matters if the batch differs."""
+def compare_windows(
+    reference: Window, current: Window, step: int, *, has_other_batch: bool = False, is_resumed: bool = False
+) -> Evidence:
+    """Return what differs; a generator that was restored before the step only matters if the batch differs.
+
+    At a resume it does not matter for the order of the samples either, which the position in the data determines.
+    """
+    batch = _batch_change(reference, current, step)
+    counts_earlier = has_other_batch and not (is_resumed and batch.indices not in (None, "same"))
     generators = dict.fromkeys(row.of for row in current.rows if row.kind == "generator")
-    found = (_generator_change(reference, current, step, name, counts_earlier=has_other_batch) for name in generators)
+    found = (_generator_change(reference, current, step, name, counts_earlier=counts_earlier) for name in generators)
     changes = [change for change in found if change is not None]
     last_row = {(row.step, row.moment): index for index, row in enumerate(current.rows)}
     changes.sort(key=lambda change: last_row.get(change.differs_at, len(last_row)))
     return Evidence(
         generators=tuple(changes),
         idle=tuple(_idle_generators(reference, current, step, moved={change.name for change in changes})),
-        batch=_batch_change(reference, current, step),
+        batch=batch,
         hooks=current.hooks,
         moments=tuple(dict.fromkeys((row.step, row.moment) for row in current.rows if row.moment)),
         constants=reference.constants & current.constants,
@@ -386,8 +396,9 @@ def _generator_change(
     Unless ``counts_earlier``, a state that matches when the step begins ends what differed before it.
     """
     reference_states, current_states = reference.states(name, step), current.states(name, step)
-    reference_points, current_points = [row.moment for row in reference_states], [row.moment for row in current_states]
-    blocks = SequenceMatcher(None, reference_points, current_points, autojunk=False).get_matching_blocks()
+    # with their steps, since a run may have resumed at this one
+    places = [row[:2] for row in reference_states], [row[:2] for row in current_states]
+    blocks = SequenceMatcher(None, *places, autojunk=False).get_matching_blocks()
     pairs = [(block.a + offset, block.b + offset) for block in blocks for offset in range(block.size)]
     differs = [
         reference_states[reference_index].value != current_states[current_index].value
@@ -409,8 +420,8 @@ def _generator_change(
     equal_state = current_states[current_equal_index]
     was_idle = equal_state.value == IDLE
     is_drawn_in_both = was_idle and IDLE not in (reference_state.value, current_state.value)
-    reference_between = reference_points[reference_equal_index + 1 : reference_index]
-    current_between = current_points[current_equal_index + 1 : current_index]
+    reference_between = [point for _, point in places[0][reference_equal_index + 1 : reference_index]]
+    current_between = [point for _, point in places[1][current_equal_index + 1 : current_index]]
     only_reference = tuple(point for point in reference_between if point not in current_between)
     return replace(
         change,

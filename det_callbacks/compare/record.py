@@ -89,7 +89,7 @@ class FitRecord:
 
     def missing(self, known: Iterable[int]) -> set[int]:
         """Return the reference's steps that the fit lacks."""
-        begins = min(self.compared, default=0) if self.is_resumed else 0
+        begins = min(self.compared | self.extra, default=0) if self.is_resumed else 0
         return {step for step in known if step >= begins} - self.compared
 
 

@@ -138,7 +138,7 @@ _RESTORED_BY: Mapping[str, Mapping[str, str]] = {
         "lightning": 'fit(ckpt_path=...) with resume="exact"',
     },
     "data": {
-        "torch": "skip the trained batches, in the shuffle of that epoch; or a loader with a state_dict",
+        "torch": "its generators as the epoch began, and skip the trained batches; or a loader with a state_dict",
         "lightning": 'fit(ckpt_path=...) with resume="exact"',
     },
 }
