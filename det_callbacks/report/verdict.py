@@ -113,33 +113,39 @@ def head_report(verdict: Verdict) -> list[Section]:
     return [*report, Section(title="Evidence", items=verdict.evidence)] if verdict.evidence else report
 
 
+_EXACTLY = 'fit(ckpt_path=...) with resume="exact"'
+_BY_BOTH_FILES = "resume_from_checkpoint, if the folder has optimizer.pt and scheduler.pt (not save_only_model=True)"
 _RESTORED_BY: Mapping[str, Mapping[str, str]] = {
     "parameters": {"torch": "model.load_state_dict"},
     "buffers": {"torch": "model.load_state_dict; a buffer with persistent=False is in no checkpoint"},
     "optimizer": {
         "torch": "optimizer.load_state_dict, after the model is on its device",
         "lightning": "fit(ckpt_path=...), not with save_weights_only=True",
-        "transformers": "resume_from_checkpoint, if the folder has optimizer.pt (not with save_only_model=True)",
+        "transformers": _BY_BOTH_FILES,
         "accelerate": "accelerator.load_state, after accelerator.prepare(optimizer)",
     },
     "options": {
         "torch": "scheduler.load_state_dict, after optimizer.load_state_dict",
         "lightning": "fit(ckpt_path=...)",
-        "transformers": "resume_from_checkpoint, if the folder has scheduler.pt",
+        "transformers": _BY_BOTH_FILES,
         "accelerate": "accelerator.load_state, after accelerator.prepare(scheduler)",
     },
     "further": {"torch": "its load_state_dict", "lightning": "fit(ckpt_path=...)"},
     "generators": {
         "torch": "its state as saved, set after the trained batches are skipped",
-        "lightning": 'fit(ckpt_path=...) with resume="exact"',
+        "lightning": _EXACTLY,
+        "transformers": "resume_from_checkpoint, if the folder has rng_state.pth",
+        "accelerate": "accelerator.load_state, called once the first batch is loaded",
     },
     "gradients": {
         "torch": "save after an update, when no gradients are accumulated",
-        "lightning": 'fit(ckpt_path=...) with resume="exact"',
+        "lightning": _EXACTLY,
     },
     "data": {
         "torch": "its generators as the epoch began, and skip the trained batches; or a loader with a state_dict",
-        "lightning": 'fit(ckpt_path=...) with resume="exact"',
+        "lightning": _EXACTLY,
+        "transformers": "resume_from_checkpoint without ignore_data_skip=True",
+        "accelerate": "skip_first_batches, with use_seedable_sampler=True and set_epoch",
     },
 }
 _STATES: Mapping[Restored, str] = {"exchanged": "of another parameter", "reseeded": "seeded again"}
