@@ -381,12 +381,12 @@ class Resume:
         step: its first step, counted from 0.
         how: "given" by the program, or "found": the run began with parameters that the step before had left.
         restored: for each part of the state that was recorded, "restored" if it is the reference's, "differs",
-            "missing", "exchanged" (the reference's bits of another parameter) or "reseeded" (with another seed):
+            "missing", "exchanged" (the reference's bits of another parameter) or "reseeded" (with a different seed):
             parameters; buffers; optimizer, for each of its states; options of the optimizer that differ, such as lr;
             further state (schedulers, a gradient scaler, callbacks); generators that the reference has drawn from;
             gradients accumulated before the step, if they are missing; data (the batch of the step).
         of_step: for data and generators that differ, the step of the reference that had what this run began with.
-        framework: what trained: "torch" (a loop of its own), "lightning", "transformers" or "accelerate".
+        framework: what trained: "torch" (no framework), "lightning", "transformers" or "accelerate".
 
     Examples:
         >>> compare_runs("refs/run1", "verified").resume

@@ -20,6 +20,13 @@ from det_callbacks.text import capitalised, listed
 _OF_ANOTHER_MODEL = (
     "Only the current run has a dropout there, of a model outside the recorded one: compare its train() or eval() mode"
 )
+_RESTORED_WHEN: Mapping[str, str] = {
+    "lightning": ', or pass ckpt_path to fit with resume="exact"',
+    "accelerate": ". load_state restores them, and a loader that starts after it draws from them again: call it once "
+    "the first batch is loaded",
+    "transformers": ". The Trainer restores them after it loads the first batch: let the data set draw from a "
+    "generator that it seeds with the sample's index",
+}
 _VALIDATION = "on_validation_epoch_start on_validation_batch_start on_validation_batch_end on_validation_epoch_end"
 _AFTER: Mapping[str, tuple[str, str, str]] = {
     # point -> our hook in which it is read (callbacks listed after ours are called after it, the others before),
@@ -161,15 +168,10 @@ def advise_draws(graph: Graph) -> str:
 
 
 def restore_generators(graph: Graph) -> str:
-    how = ""
-    if graph.framework == "lightning":
-        how = ', or pass ckpt_path to fit with resume="exact"'
-    elif graph.framework == "accelerate":
-        how = ". load_state restores them, and a loader that starts after it draws from them again"
     return (
         "The resume did not restore the generators to what they were before this batch was loaded: save their states "
-        f"with the checkpoint, and restore them before the first batch is loaded{how}"
-    )
+        "with the checkpoint, and restore them before the first batch is loaded"
+    ) + _RESTORED_WHEN.get(graph.framework, "")
 
 
 def draws_in_one_run(graph: Graph) -> bool:

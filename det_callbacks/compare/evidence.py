@@ -226,7 +226,7 @@ def read_window(run: Run, rank: int, segment: int, step: int) -> Window | None:
         is_recent = steps >= (since or 0)
         return np.asarray((steps <= step) & (is_recent | is_kept_until_changed))
 
-    return gather_window(_read_rows(run, rank, segment, step, is_wanted), since=since)
+    return gather_window(read_rows(run, rank, segment, step, is_wanted), since=since)
 
 
 def gather_window(rows: Iterable[EvidenceRow], *, since: int | None) -> Window | None:
@@ -297,7 +297,7 @@ def _find_samples(
     """
     steps: defaultdict[int, set[int]] = defaultdict(set)
     values = np.array(samples, dtype=np.uint64)
-    rows = _read_rows(run, rank, segment, step, lambda batch: np.isin(batch.column("value").to_numpy(), values))
+    rows = read_rows(run, rank, segment, step, lambda batch: np.isin(batch.column("value").to_numpy(), values))
     for row in rows:
         if row.kind == "sample":
             steps[row.value].add(row.step)
@@ -324,17 +324,7 @@ def _find_samples(
     }
 
 
-def steps_of_states(run: Run, segment: int, step: int, states: Mapping[str, int]) -> dict[str, int]:
-    """Return the first step, of those up to this one, in which each generator had a state, if one had it."""
-    values = np.array([*states.values()], dtype=np.uint64)
-    found: dict[str, int] = {}
-    for row in _read_rows(run, 0, segment, step, lambda batch: np.isin(batch.column("value").to_numpy(), values)):
-        if row.kind in ("generator", "start") and row.step <= step and states.get(row.of) == row.value:
-            found.setdefault(row.of, row.step)
-    return found
-
-
-def _read_rows(
+def read_rows(
     run: Run, rank: int, segment: int, step: int, is_wanted: Callable[[pa.RecordBatch], np.ndarray]
 ) -> Iterator[EvidenceRow]:
     path = evidence_path(run.rank(rank).file_of(segment, step).path)

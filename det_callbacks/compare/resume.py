@@ -7,7 +7,7 @@ from contextlib import suppress
 import numpy as np
 
 from det_callbacks.compare.differences import RowDifference, StepDifference, num_leading_sites
-from det_callbacks.compare.evidence import Evidence, find_evidence, steps_of_states
+from det_callbacks.compare.evidence import Evidence, find_evidence, read_rows
 from det_callbacks.compare.record import FitRecord
 from det_callbacks.compare.step import compare_steps
 from det_callbacks.errors import ReferenceFormatError, SelectionError
@@ -243,7 +243,17 @@ def _restored_starts(
         for (subject, of), one in rows.items()
         if subject == "generator"
     }
-    of_step = steps_of_states(reference, fit.segment, step, states)
+    of_step = _steps_of_states(reference, fit.segment, step, states)
     if is_other_batch and evidence.batch.is_whole and evidence.batch.found_at is not None:
         of_step["data"] = evidence.batch.found_at
     return restored, of_step
+
+
+def _steps_of_states(run: Run, segment: int, step: int, states: Mapping[str, int]) -> dict[str, int]:
+    """Return the first step, of those up to this one, in which each generator had a state, if one had it."""
+    values = np.array([*states.values()], dtype=np.uint64)
+    found: dict[str, int] = {}
+    for row in read_rows(run, 0, segment, step, lambda batch: np.isin(batch.column("value").to_numpy(), values)):
+        if row.kind in ("generator", "start") and row.step <= step and states.get(row.of) == row.value:
+            found.setdefault(row.of, row.step)
+    return found

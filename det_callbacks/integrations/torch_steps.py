@@ -179,7 +179,7 @@ class TorchSteps:
         return iterator
 
     def _make_iterator(self, init: Callable[..., None], iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
-        """Begin an iteration here if the loader's class has an ``__iter__`` of its own, as torchdata's has."""
+        """Begin an iteration here if the loader's class overrides ``__iter__``, as torchdata's does."""
         if self._begun is not None or not isinstance(loader, DataLoader) or self._is_elsewhere():
             init(iterator, loader, *args, **kwargs)
             return

@@ -134,7 +134,7 @@ _RESTORED_BY: Mapping[str, Mapping[str, str]] = {
     "generators": {
         "torch": "its state as saved, set after the trained batches are skipped",
         "lightning": _EXACTLY,
-        "transformers": "resume_from_checkpoint, if the folder has rng_state.pth",
+        "transformers": "rng_state.pth, which the Trainer loads after the first batch: the data set may not draw",
         "accelerate": "accelerator.load_state, called once the first batch is loaded",
     },
     "gradients": {
