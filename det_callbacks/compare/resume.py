@@ -238,12 +238,11 @@ def _restored_starts(
     is_other_batch = any(one.site.phase == "data" for one in rows.values())
     if any(site.phase == "data" for _, site in leading):
         restored["data"] = "differs" if is_other_batch else "restored"
-    states = {
-        of: int(one.divergence.current_digest or "0", 16)
-        for (subject, of), one in rows.items()
-        if subject == "generator"
-    }
-    of_step = _steps_of_states(reference, fit.segment, step, states)
+    of_step: dict[str, int] = {}
+    digests = {of: rows["generator", of].divergence.current_digest for of in generators if ("generator", of) in rows}
+    states = {of: int(digest, 16) for of, digest in digests.items() if digest is not None}
+    with suppress(ReferenceFormatError):
+        of_step = _steps_of_states(reference, fit.segment, step, states)
     if is_other_batch and evidence.batch.is_whole and evidence.batch.found_at is not None:
         of_step["data"] = evidence.batch.found_at
     return restored, of_step
@@ -254,6 +253,6 @@ def _steps_of_states(run: Run, segment: int, step: int, states: Mapping[str, int
     values = np.array([*states.values()], dtype=np.uint64)
     found: dict[str, int] = {}
     for row in read_rows(run, 0, segment, step, lambda batch: np.isin(batch.column("value").to_numpy(), values)):
-        if row.kind in ("generator", "start") and row.step <= step and states.get(row.of) == row.value:
+        if row.kind in ("generator", "start") and row.step <= step and states.get(row.of) == row.value != IDLE:
             found.setdefault(row.of, row.step)
     return found

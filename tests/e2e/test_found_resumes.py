@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from det_callbacks import DeterminismCallback, DivergenceError, SelectionError, TrainingRun, Verdict, cli
 from det_callbacks.report.verdict import resume_table
@@ -116,7 +117,7 @@ def test_what_it_did_not_restore_is_told(left_out, options, cause, restored, rec
 SCRIPT = """
 import sys, torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 3))
@@ -175,7 +176,11 @@ def trained_on(loader: Any, folder: Path, tmp_path: Path | None = None, **option
         with run:
             for epoch in range(1 if is_resumed else 0, 3):
                 own = loader.generator.get_state()
-                for number, (batch,) in enumerate(run.batches(loader)):
+                used = loader
+                if epoch == 1 and "wrapped" in options:
+                    sampler = Skips(loader.batch_sampler, options["wrapped"])
+                    used = DataLoader(loader.dataset, batch_sampler=sampler, generator=loader.generator)
+                for number, (batch,) in enumerate(run.batches(used)):
                     if is_resumed and epoch == 1 and number < options.get("skip", 2):
                         continue
                     if is_resumed and step == begin:
@@ -197,8 +202,18 @@ def trained_on(loader: Any, folder: Path, tmp_path: Path | None = None, **option
     return run.verdict if is_resumed else kept
 
 
-def shuffled() -> DataLoader[Any]:
-    return DataLoader(TensorDataset(DATA), 8, shuffle=True, generator=torch.Generator().manual_seed(4))
+class Skips(Sampler[Any]):
+    """Skips batches of another sampler, as Accelerate's skip_first_batches does."""
+
+    def __init__(self, batch_sampler: Any, number: int) -> None:
+        self.batch_sampler, self.number = batch_sampler, number
+
+    def __iter__(self) -> Any:
+        yield from islice(self.batch_sampler, self.number, None)
+
+
+def shuffled(*, is_shuffled: bool = True) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(DATA), 8, shuffle=is_shuffled, generator=torch.Generator().manual_seed(4))
 
 
 @pytest.fixture(scope="module")
@@ -215,11 +230,19 @@ OF_EPOCH_0 = torch.Generator().manual_seed(4).get_state()
     [
         ({"skip": 0}, 6, "the first of the epoch, so the loader started again: skip the 2 trained batches"),
         ({"skip": 1}, 7, "so the last trained batch was loaded again: skip 2 batches of the epoch"),
+        ({"skip": 0, "wrapped": 1}, 7, "so the last trained batch was loaded again: skip 2 batches of the epoch"),
         ({"skip": 4}, 10, "so 2 batches too many were skipped: skip 2 of the epoch"),
         ({"own": OF_EPOCH_0}, 2, "at this place in epoch 0, so the order was not restored. What shuffles"),
         ({"own": OF_EPOCH_0, "skip": 0}, 0, "the first of epoch 0. Skip the 2 trained batches of the epoch. What"),
     ],
-    ids=["the loader started again", "the last batch again", "two skipped", "the first shuffle", "all from the start"],
+    ids=[
+        "the loader started again",
+        "the last batch again",
+        "by a sampler",
+        "two skipped",
+        "the first shuffle",
+        "all from the start",
+    ],
 )
 def test_the_place_in_the_data_is_told_from_the_batch(options, step, text, of_loader, tmp_path):
     folder, saved = of_loader
@@ -228,6 +251,13 @@ def test_the_place_in_the_data_is_told_from_the_batch(options, step, text, of_lo
     assert (verdict.resume.restored["data"], verdict.resume.of_step) == ("differs", {"data": step})
     assert f"It holds the samples of step {step} of the reference, {text}" in verdict.explanation
     assert bool([line for line in verdict.evidence if "generator" in line and "differs" in line]) is ("own" in options)
+
+
+def test_a_batch_of_every_epoch_is_that_of_the_same_epoch(tmp_path):
+    saved = trained_on(shuffled(is_shuffled=False), tmp_path / "reference")
+    verdict = trained_on(shuffled(is_shuffled=False), tmp_path / "reference", tmp_path, saved=saved, skip=0)
+    assert verdict.resume.of_step == {"data": PER_EPOCH}
+    assert "the first of the epoch, so the loader started again" in verdict.explanation
 
 
 def test_another_shuffle_is_told_apart_from_another_place(of_loader, tmp_path):
