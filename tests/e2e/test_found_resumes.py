@@ -100,8 +100,9 @@ def test_a_whole_resume_is_found_and_matches(recorded, tmp_path, capsys):
         (["optimizer"], {}, "checkpoint", {"parameters": "restored", "optimizer": "missing", "data": "restored"}),
         (["rng"], {}, "rng", {"optimizer": "restored", "generators": "reseeded", "data": "restored"}),
         ([], {"batches_from": 0}, "data_order", {"parameters": "restored", "optimizer": "restored", "data": "differs"}),
+        (["rng"], {"batches_from": 0}, "rng", {"optimizer": "restored", "generators": "reseeded", "data": "differs"}),
     ],
-    ids=["no optimizer state", "no generators", "the data from the start"],
+    ids=["no optimizer state", "no generators", "the data from the start", "what draws the data"],
 )
 def test_what_it_did_not_restore_is_told(left_out, options, cause, restored, recorded, tmp_path, capsys):
     verdict = resumed(recorded, tmp_path, *left_out, **options)
