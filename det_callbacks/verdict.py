@@ -385,7 +385,8 @@ class Resume:
             parameters; buffers; optimizer, for each of its states; options of the optimizer that differ, such as lr;
             further state (schedulers, a gradient scaler, callbacks); generators that the reference has drawn from;
             gradients accumulated before the step, if they are missing; data (the batch of the step).
-        of_step: for data and generators that differ, the step of the reference that had what this run began with.
+        of_step: for data and generators that differ, the step of the reference that had what this run began with;
+            for data it is ``step`` if the same samples were drawn, and their content differs.
         framework: what trained: "torch" (no framework), "lightning", "transformers" or "accelerate".
 
     Examples:

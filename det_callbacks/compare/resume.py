@@ -243,7 +243,9 @@ def _restored_starts(
     states = {of: int(digest, 16) for of, digest in digests.items() if digest is not None}
     with suppress(ReferenceFormatError):
         of_step = _steps_of_states(reference, fit.segment, step, states)
-    if is_other_batch and evidence.batch.is_whole and evidence.batch.found_at is not None:
+    if is_other_batch and evidence.batch.indices == "same":
+        of_step["data"] = step
+    elif is_other_batch and evidence.batch.is_whole and evidence.batch.found_at is not None:
         of_step["data"] = evidence.batch.found_at
     return restored, of_step
 

@@ -158,7 +158,9 @@ def resume_table(resume: Resume) -> Table:
     for part, state in resume.restored.items():
         by_framework = _RESTORED_BY[part]
         todo = by_framework.get(resume.framework, by_framework["torch"])
-        if isinstance(state, str):
+        if part == "data" and resume.of_step.get(part) == resume.step:
+            rows.append((part, "other content", "what the data set draws from, before the batch is loaded"))
+        elif isinstance(state, str):
             rows.append((part, _state_text(state, resume.of_step.get(part)), todo))
         elif part == "optimizer":
             names = defaultdict[Restored, list[str]](list)

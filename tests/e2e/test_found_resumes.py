@@ -213,8 +213,13 @@ class Skips(Sampler[Any]):
         yield from islice(self.batch_sampler, self.number, None)
 
 
-def shuffled(*, is_shuffled: bool = True) -> DataLoader[Any]:
-    return DataLoader(TensorDataset(DATA), 8, shuffle=is_shuffled, generator=torch.Generator().manual_seed(4))
+class Noisy(TensorDataset):
+    def __getitem__(self, index: int) -> Any:
+        return (super().__getitem__(index)[0] + torch.rand(6),)
+
+
+def shuffled(data: Any = TensorDataset, *, is_shuffled: bool = True) -> DataLoader[Any]:
+    return DataLoader(data(DATA), 8, shuffle=is_shuffled, generator=torch.Generator().manual_seed(4))
 
 
 @pytest.fixture(scope="module")
@@ -259,6 +264,14 @@ def test_a_batch_of_every_epoch_is_that_of_the_same_epoch(tmp_path):
     verdict = trained_on(shuffled(is_shuffled=False), tmp_path / "reference", tmp_path, saved=saved, skip=0)
     assert verdict.resume.of_step == {"data": PER_EPOCH}
     assert "the first of the epoch, so the loader started again" in verdict.explanation
+
+
+def test_samples_that_were_made_before_the_generators_were_restored_have_other_content(tmp_path):
+    saved = trained_on(shuffled(Noisy), tmp_path / "reference")
+    resume = trained_on(shuffled(Noisy), tmp_path / "reference", tmp_path, saved=saved).resume
+    assert resume.of_step["data"] == resume.step == PER_EPOCH + 2
+    rows = {name: (state, todo) for name, state, todo in resume_table(resume).rows}
+    assert rows["data"] == ("other content", "what the data set draws from, before the batch is loaded")
 
 
 def test_another_shuffle_is_told_apart_from_another_place(of_loader, tmp_path):
