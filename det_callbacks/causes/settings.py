@@ -70,11 +70,13 @@ def optimizer_option(graph: Graph, walk: Walk) -> Explanation:
             text=f"{capitalised(listed(changes, '; '))}. {explain_first(graph)}",
             advice=f"The resume did not restore {names}: load the states of the optimizer and of its schedulers",
         )
+    advice = f"Check what sets {names} during the fit: a learning rate scheduler, a callback, or a hook of the module"
+    if graph.resumed_at is not None:
+        advice += f". The run resumed at step {graph.resumed_at}: a scheduler whose state is not loaded counts from 0"
     return Explanation(
         cause="optimizer",
         text=f"{capitalised(listed(changes, '; '))}. {explain_first(graph)}",
-        advice=f"Check what sets {names} during the fit: a learning rate scheduler, a callback, or a hook "
-        "of the module",
+        advice=advice,
     )
 
 

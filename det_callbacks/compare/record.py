@@ -89,10 +89,11 @@ class FitRecord:
     was_found: bool = False  # whether its state told where it was resumed
     unrestored: tuple[str, ...] = ()  # state that a checkpoint restored with different bits, or not at all
     lacking: tuple[str, ...] = ()  # the latter
+    exchanged: tuple[str, ...] = ()  # of the former, those that hold each other's bits
 
     def missing(self, known: Iterable[int]) -> set[int]:
         """Return the reference's steps that the fit lacks."""
-        begins = min(self.compared, default=0) if self.is_resumed else 0
+        begins = min(self.compared | self.extra, default=0) if self.is_resumed else 0
         return {step for step in known if step >= begins} - self.compared
 
 

@@ -1,5 +1,7 @@
 """The run of an unmodified loop, whose steps ``torch_steps.py`` finds."""
 
+import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +13,7 @@ from typing_extensions import override
 
 from det_callbacks.errors import DetCallbacksError, NothingComparedError, SelectionError
 from det_callbacks.integrations.command import claim_run, read_arguments, report_to_command, withdraw_claim
-from det_callbacks.integrations.loop import TrainingRun
+from det_callbacks.integrations.loop import LoopTraining, TrainingRun
 from det_callbacks.integrations.seen import Seen
 from det_callbacks.integrations.torch_models import SeveralModels, models_of
 from det_callbacks.internals.torch import memory_address
@@ -73,6 +75,12 @@ class FollowedLoop(TrainingRun):
 
     def holds(self, module: nn.Module) -> bool:
         return self._is_open and any(id(parameter) in self._owned for parameter in module.parameters())
+
+    @override
+    def _make_training(self) -> LoopTraining:
+        training = super()._make_training()
+        training.framework = _framework()
+        return training
 
     def begin_fit(self) -> None:
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
@@ -268,6 +276,17 @@ class FollowedLoop(TrainingRun):
         )
         self.fail(error)  # before the script can catch it
         raise error
+
+
+def _framework() -> str:
+    """Return the distribution that trains, whose Trainer is on the stack or whose Accelerator was made."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "transformers.trainer":
+            return "transformers"
+        frame = frame.f_back
+    state: Any = sys.modules.get("accelerate.state")
+    return "accelerate" if state is not None and state.is_initialized() else LoopTraining.framework
 
 
 def _place_of(given: Any, batches: Sequence[Any]) -> int | None:

@@ -376,18 +376,13 @@ class TrainingRun(FollowedRun):
         if self._failed is not None:
             raise self._went_on(self._failed)
         self._put_logged()
-        if self._step < self._first_step and not self._is_resumed:
-            self._find_resumed(batch)
+        step = self._hooks.find_resumed(batch)
+        if step is not None:
+            self._step = step - 1
+            self._note_resume()
         self._training.step = self._step + 1
         self._is_in_step = True
         self._begin_step(self._step + 1, batch)
-
-    def _find_resumed(self, batch: Any) -> None:
-        """Go on from a later step of the reference if the run begins with the state that the step before had left."""
-        step = self._session.find_resumed(batch)
-        if step is not None:
-            self._is_resumed, self._step = True, step - 1
-            self._note_resume()
 
     def _leave_step(self, error: BaseException | None) -> None:
         if not self._is_in_step:

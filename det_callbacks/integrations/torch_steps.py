@@ -66,6 +66,7 @@ class TorchSteps:
         self._has_drawn = False  # since the last step ended
         self._iterator: Callable[[], Any] = _nothing  # a weak reference to the source's iterator
         self._last_loader: Any = None  # alive, since a script may keep only its iterator
+        self._begun: DrawnLoader | None = None  # whose iterator is being made
         self._replaced = ReplacedMethods()
         self._owner: int | None = None  # process of the run, or that gave way
         self._watched: int | None = None  # process that tells the command what it saw
@@ -81,6 +82,7 @@ class TorchSteps:
         around(Optimizer, "__init__", self._note_optimizer)
         self._replaced.put(torch.autograd, "backward", self._counting)
         around(DataLoader, "__iter__", self._begin_iteration)
+        around(DataLoaderIter, "__init__", self._make_iterator)
         around(DataLoaderIter, "__next__", self._draw)
         around(torch.inference_mode, "__enter__", self._enter_inference)
         around(dist, "destroy_process_group", self._part)
@@ -167,6 +169,27 @@ class TorchSteps:
     def _begin_iteration(self, iterate: Callable[[Any], Any], loader: Any) -> Any:
         if self._is_elsewhere():
             return iterate(loader)
+        self._begun = known = self._begin_loader(loader)
+        try:
+            with self._loading():
+                iterator = iterate(loader)
+        finally:
+            self._begun = None
+        self._loader_of[iterator] = known
+        return iterator
+
+    def _make_iterator(self, init: Callable[..., None], iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+        """Begin an iteration here if the loader's class overrides ``__iter__``, as torchdata's does."""
+        if self._begun is not None or not isinstance(loader, DataLoader) or self._is_elsewhere():
+            init(iterator, loader, *args, **kwargs)
+            return
+        known = self._begin_loader(loader)
+        with self._loading():
+            init(iterator, loader, *args, **kwargs)  # may skip batches
+        known.draws.waiting.clear()
+        self._loader_of[iterator] = known
+
+    def _begin_loader(self, loader: Any) -> DrawnLoader:
         self._end_if_stepped()
         known = self._loaders.get(loader)
         if known is None:
@@ -177,10 +200,7 @@ class TorchSteps:
         known.draws.waiting.clear()
         if self._run is not None:
             self._run.mark_iteration(known)
-        with self._loading():
-            iterator = iterate(loader)
-        self._loader_of[iterator] = known
-        return iterator
+        return known
 
     def _draw(self, draw: Callable[[Any], Any], iterator: Any) -> Any:
         known = None if self._is_elsewhere() else self._loader_of.get(iterator)

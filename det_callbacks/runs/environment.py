@@ -26,6 +26,8 @@ UNRECORDED = "loop.unrecorded"  # parts of the training of such a script that no
 GENERATOR = "generators."  # digest of the first state of a generator of rank 0
 ARGUMENTS = "process.argv"  # the words that started the program
 
+TRAINER = "trainer.strategy"  # only Lightning's Trainer has it
+
 LENGTHS = frozenset({"trainer.min_epochs", "trainer.max_epochs", "trainer.min_steps", "trainer.max_steps"})
 """Settings of the number of steps, which change nothing in common steps."""
 
@@ -86,6 +88,12 @@ def compare_environments(reference: Environment, current: Environment) -> tuple[
             )
         )
     return tuple(differences)
+
+
+def framework_of(environment: Environment) -> str:
+    """Return what trained: "transformers", "accelerate" or "lightning", else "torch"."""
+    known = ("transformers", "transformers.version"), ("accelerate", "accelerate.version"), ("lightning", TRAINER)
+    return next((framework for framework, entry in known if entry in environment), "torch")
 
 
 def _absent(name: str, entries: Environment) -> object:

@@ -38,7 +38,14 @@ from det_callbacks.report.sentences import (
     steps_agree,
     without_starts,
 )
-from det_callbacks.runs.environment import FOLLOWED, LENGTHS, UNRECORDED, choices_of_steps, compare_environments
+from det_callbacks.runs.environment import (
+    FOLLOWED,
+    LENGTHS,
+    UNRECORDED,
+    choices_of_steps,
+    compare_environments,
+    framework_of,
+)
 from det_callbacks.runs.metrics import read_metrics
 from det_callbacks.runs.place import HOW_TO_CONTINUE
 from det_callbacks.runs.store import Run
@@ -496,5 +503,7 @@ class _Judge:
             unrestored=fit.unrestored if fit is not None and may_be_unrestored else (),
             evidence=evidence,
             shows_rank=self.show_rank,
+            framework=framework_of(current.manifest.environment),
+            resumed_at=max((at for fit, at in current.resumed_steps if fit == segment and at <= step), default=None),
             is_last=(reference_steps[-1] == step, last_step == step),
         )

@@ -25,7 +25,7 @@ from det_callbacks.compare.record import (
     Tally,
     write_record,
 )
-from det_callbacks.compare.resume import find_resumed_step, state_at_end
+from det_callbacks.compare.resume import exchanged, find_resumed_step, state_at_end
 from det_callbacks.compare.step import StepCounter, compare_steps
 from det_callbacks.errors import NotComparableError, RankError, SelectionError
 from det_callbacks.runs.disk import replace_atomically, writing
@@ -231,11 +231,12 @@ class Verification:
             return
         previous, current_state = self.reference.view(self.rank, self.segment, step - 1), digest_state()
         sites = [(site, int(previous.record.digests[at])) for at, site in state_at_end(previous.program)]
-        reference_state = {site.name: bits for site, bits in sites}
+        reference_state = {str(site.name): bits for site, bits in sites}
         changed = [name for name, bits in current_state.items() if reference_state.get(name) != bits]
         # the step also recorded what training_step returned
         lacking = [str(site.name) for site, _ in sites if site.name not in current_state and site.of in current_state]
         self.fit.unrestored, self.fit.lacking = (*changed, *lacking), tuple(lacking)
+        self.fit.exchanged = exchanged(changed, reference_state, current_state)
 
     def idle_generators(self, step: int) -> frozenset[str] | None:
         """Return the generators that the reference had not drawn from by the last recorded step before this."""

@@ -54,6 +54,7 @@ def command(tmp_path: Path, monkeypatch: Any, capfd: Any) -> Command:
 STYLES = {
     "plain": (12, "Net, AdamW, 1 DataLoader", 3),
     "accumulation": (3, "Net, AdamW, 1 DataLoader", None),
+    "own_iterator": (12, "Net, AdamW, 2 DataLoaders", 3),
     "gan": (6, "Net and Critic, AdamW and SGD, 1 DataLoader", 3),
     "without_loader": (5, "Net, AdamW, no DataLoader", 3),
     "scaler": (6, "Net, AdamW, 1 DataLoader", 3),

@@ -71,6 +71,11 @@ class LoggedMetrics:
                 self.whole_epoch = (ReadRow("hook", "on_train_epoch_start", "left out, or on_train_start ran as well"),)
             self._put_resumed(trainer, step - 1, is_first=True)
 
+    def resume(self, trainer: pl.Trainer, step: int) -> None:
+        """Begin with a later step of the reference, which may be in the middle of its epoch."""
+        self.whole_epoch = None
+        self._put_resumed(trainer, step - 1, is_first=True)
+
     def note_batch(self, trainer: pl.Trainer, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         if not batch_idx and trainer.is_global_zero:
             with unobserved():
