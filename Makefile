@@ -12,7 +12,7 @@ PAGES := README.md CONTRIBUTING.md CHANGELOG.md CODE_OF_CONDUCT.md SECURITY.md
 TEXTS := $(CODE) conf docs .github $(PAGES) CITATION.cff Makefile mkdocs.yml pyproject.toml
 PROSE := det_callbacks docs recipes/*/README.md $(PAGES)
 # That the package is for; pyproject.toml has the oldest, which lint and types are for by themselves.
-NEWEST_PYTHON := 3.14
+NEWEST_PYTHON := 3.13
 
 # Two tests at a time, each on one thread of torch: with a thread for each core they would mostly wait for one another.
 WORKERS ?= 2
