@@ -109,7 +109,7 @@ def test_another_thread_count_and_version_than_in_the_reference(tmp_path, capsys
 
 def test_a_variable_of_the_reference_is_exported_or_unset_if_its_value_is_known(tmp_path, capsys, monkeypatch):
     def change(manifest):
-        values = {"env.TORCH_A": "1", "env.TORCH_PATH": "<place 0123>", "inductor.x": True}
+        values = {"env.TORCH_A": "1", "env.TORCH_PATH": "<place 0123>", "option.torch.x": True}
         manifest["environment"] |= {
             name: {"value": value, "is_machine": False, "changes_bits": True} for name, value in values.items()
         }
@@ -123,7 +123,7 @@ def test_a_variable_of_the_reference_is_exported_or_unset_if_its_value_is_known(
         "env.NCCL_B": "unset NCCL_B",
         "env.TORCH_A": "export TORCH_A=1",
         "env.TORCH_PATH": "",
-        "inductor.x": "",
+        "option.torch.x": "",
     }
 
 
