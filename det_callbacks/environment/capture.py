@@ -16,6 +16,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
+from importlib.metadata import requires
 from operator import itemgetter
 from pathlib import Path
 from types import ModuleType
@@ -196,8 +197,9 @@ def _machine_facts(lightning: str) -> Iterator[tuple[str, Any]]:
 def _packages() -> Iterator[tuple[str, str, bool]]:
     """Yield the import name, the version, and whether it acts, of the imported packages that may compute.
 
-    These have native code, use torch, or are imported by the program's own code. A package that has
-    only native code, and uses neither torch nor NumPy, does not act.
+    These have native code, use torch, or are imported by the program's own code. A package does not
+    act if it uses neither torch nor NumPy, or if det_callbacks needs it; unless the program's own
+    code imports it.
     """
     modules = {name: module for name, module in list(sys.modules.items()) if isinstance(module, ModuleType)}
     native, computing, own = set[str](), set[str](), set[str]()
@@ -217,7 +219,13 @@ def _packages() -> Iterator[tuple[str, str, bool]]:
         version = _version(name) or vars(modules[name]).get("__version__")
         is_installed = "-packages" in str(vars(modules[name]).get("__file__"))
         if is_installed and isinstance(version, str) and not name.startswith("_"):
-            yield name, version, name in computing | own
+            yield name, version, name in (computing - _needed()) | own
+
+
+@functools.cache
+def _needed() -> set[str]:
+    """Return the names of the packages that det_callbacks needs."""
+    return set(re.findall(r"^[\w-]+", "\n".join(requires("det_callbacks") or ()), re.MULTILINE))
 
 
 def _own_choices() -> Iterator[tuple[str, Any]]:

@@ -104,8 +104,8 @@ def _find(name: str, wanted: Any, found: Any) -> SettingFinding:
         state = "left alone"
     elif wanted == found:
         state = "in force"
-    elif setting.is_cuda_only and not torch.cuda.is_available():
-        state = "no effect here"
+    elif (reason := setting.idle_reason()) is not None:
+        state, to_do = "no effect here", f"nothing: {reason}"
     else:
         late = setting.too_late(wanted)
         state = "not in force" if late is None else "too late"

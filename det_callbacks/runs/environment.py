@@ -24,6 +24,7 @@ CONFIGURATION = "config."  # a key of an application's configuration
 COMMIT = "code.git_commit"
 CHANGED_FILE = "code.file."  # digest of a source file that differs from the commit
 SETTINGS = "settings."  # one that det_callbacks enforced
+WITHOUT_EFFECT = "settings without effect"  # sentences on settings that could not act
 OPTIMIZER = "optimizer"  # classes of the optimizers; prefix of their options
 FOLLOWED = "loop.followed"  # the models and optimizers of a script that was followed
 UNRECORDED = "loop.unrecorded"  # parts of the training of such a script that no step holds
@@ -54,6 +55,8 @@ class EnvironmentEntry:
     changes_bits: bool
 
 
+_NOTES = {UNRECORDED, WITHOUT_EFFECT}  # each run's own; a verification may stop before it knows the first
+
 Environment: TypeAlias = Mapping[str, EnvironmentEntry]
 """Facts that may affect the bits of a run, by name; no host or user names, absolute paths, addresses, secrets."""
 
@@ -68,7 +71,7 @@ def compare_environments(reference: Environment, current: Environment) -> tuple[
     is_of_older = not all(any(name.startswith(BUILD) for name in entries) for entries in (reference, current))
     has_other_optimizer = reference.get(OPTIMIZER) != current.get(OPTIMIZER)
     both = [_without_lone_configuration(reference, current), _without_lone_configuration(current, reference)]
-    for name in sorted({*both[0], *both[1]} - {UNRECORDED}):  # a verification may stop before it is known
+    for name in sorted({*both[0], *both[1]} - _NOTES):
         sides = [entries.get(name) for entries in both]
         known = [side for side in sides if side is not None]
         values = [

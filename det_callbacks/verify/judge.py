@@ -38,7 +38,14 @@ from det_callbacks.report.sentences import (
     steps_agree,
     without_starts,
 )
-from det_callbacks.runs.environment import FOLLOWED, LENGTHS, UNRECORDED, choices_of_steps, compare_environments
+from det_callbacks.runs.environment import (
+    FOLLOWED,
+    LENGTHS,
+    UNRECORDED,
+    WITHOUT_EFFECT,
+    choices_of_steps,
+    compare_environments,
+)
 from det_callbacks.runs.metrics import read_metrics
 from det_callbacks.runs.place import HOW_TO_CONTINUE
 from det_callbacks.runs.store import Run
@@ -319,7 +326,9 @@ class _Judge:
         if not whole:  # the length of a run explains nothing in a step that both have
             others = [entry for entry in others if entry.name not in LENGTHS]
         tally = self.tally
+        idle = self.walk.current.manifest.environment.get(WITHOUT_EFFECT)
         notes = [*order_lines(tally.reordered), *environment_notes(others, verdict), *self.notes]
+        notes += [f"A setting has no effect: {text}" for text in (() if idle is None else idle.value)]
         parts = [answer.text, answer.advice, *notes]
         return Verdict(
             verdict=verdict,
