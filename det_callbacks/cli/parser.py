@@ -226,7 +226,12 @@ SCRIPT_OPTIONS = [*_ARGUMENTS][[*_ARGUMENTS].index("--level") :]
 _OF_CHECK = "--vary --numerics --to -v/--verbose"
 _NUMBERS = "--numerics --tolerance --names"
 _OWN_MEANING: Mapping[tuple[str, str], Mapping[str, Any]] = {
-    ("find", "--steps"): {"type": _number, "metavar": "N", "help": "end each run after so many steps"}
+    ("export", "--to"): {
+        "type": _path,
+        "metavar": "DIR",
+        "help": "new or empty folder to write to; perfetto writes a trace, RUN.perfetto.json, to this folder",
+    },
+    ("find", "--steps"): {"type": _number, "metavar": "N", "help": "end each run after so many steps"},
 }
 _COMMANDS: Mapping[str, tuple[str, str]] = {
     # name -> what it does, and its arguments
@@ -245,7 +250,10 @@ _COMMANDS: Mapping[str, tuple[str, str]] = {
     ),
     "doctor": ("Show which determinism settings are in force; exit 1 if a requested one is not.", "--json --against"),
     "ops": ("Show which ops of the installed torch are nondeterministic, or draw random numbers.", "--json --used-by"),
-    "export": ("Write a run as a Parquet data set for DuckDB, Polars and Spark.", "run_folder --to"),
+    "export": (
+        "Write a run as a Parquet data set for DuckDB, Polars and Spark, or as a trace for Perfetto.",
+        "run_folder --to",
+    ),
     "check-checkpoint": (
         "Compare a checkpoint with its digests, or with another checkpoint.",
         "checkpoint other --json",
