@@ -18,7 +18,7 @@ NEWEST_PYTHON := 3.13
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo docs causes findings bugs pictures ops-table public wheel test test-versions test-slow test-soak release-check mutations lint format clean
+.PHONY: demo docs causes findings bugs pictures ops-table public wheel tag test test-versions test-slow test-soak release-check mutations lint format clean
 
 # Record a training, verify it, then plant a fault that must be found: only exit status 1, diverged, is right there.
 demo: $(INSTALLED)
@@ -93,6 +93,10 @@ wheel: $(INSTALLED)
 	$(BIN)/python -m build --no-isolation
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/check-wheel-contents dist/*.whl
+
+# Fails unless the tag is that of the version: make tag TAG=v1.0.0
+tag:
+	grep -qxF 'version = "$(TAG:v%=%)"' pyproject.toml
 
 # The pictures in docs/, from real runs; needs Chromium.
 pictures: $(INSTALLED)
