@@ -95,7 +95,8 @@ def export_trace(run_folder: str | Path, to: str | Path) -> Export:
                 file.write(b"\n]}\n")
             temporary.replace(to)
     finally:
-        temporary.unlink(missing_ok=True)
+        with writing(to, instead="start in another folder"):
+            temporary.unlink(missing_ok=True)
     return Export(path=to, num_rows=num_rows, num_bytes=to.stat().st_size, incomplete_reason=run.incomplete_reason)
 
 
