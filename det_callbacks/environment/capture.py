@@ -83,9 +83,10 @@ _IDLE_WORDS = re.compile(
     r"|MODULE_LOADING|(?:CUDA|NCCL)_VERSION|AFFINITY|PROC_BIND|PLACES|BLOCKTIME|WAIT_POLICY|STACKSIZE|SOCKET_IFNAME"
     r"|TELEMETRY|VERBOSITY|OFFLINE|ENDPOINT|HUB|TOKENIZERS_PARALLELISM)(?:[_.]|$)"
 )
-# left out: folders of this machine, and what may be a secret
+# left out: folders and names of this machine and its user, and what may be a secret
 _PRIVATE_VARIABLE = re.compile(
-    r"_(?:DIR|HOME)$|CACHE_PATH$|(?:^|_)(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|AUTH)(?:_|$)"
+    r"_(?:DIR|HOME|USER(?:NAME)?|HOST(?:NAME|ID)?|ADDR(?:ESS)?|IP)$|CACHE_PATH$"
+    r"|(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|AUTH)S?(?:_|$)"
 )
 _BUILD_SETTING = re.compile(r"(?<=[:,] )(\w+)=((?:(?!, \w+=).)*)")
 _GETTER = re.compile(r"preferred_\w+|(?!_|set_)\w+_(?:enabled|allowed)")  # of torch.backends
