@@ -206,12 +206,12 @@ def _packages() -> Iterator[tuple[str, str, bool]]:
     native, computing, own = set[str](), set[str](), set[str]()
     for name, module in modules.items():
         top, file = name.partition(".")[0], str(vars(module).get("__file__") or "")
-        if top == "det_callbacks":
+        if top in ("det_callbacks", "torch"):  # recorded apart
             continue
         if file.endswith(tuple(EXTENSION_SUFFIXES)):
             native.add(top)
         held = vars(module)
-        if any(held.get(name) is one for name, one in (("torch", torch), ("np", np), ("numpy", np))):
+        if held.get("torch") is torch or held.get("np") is np or held.get("numpy") is np:
             computing.add(top)
         if not _INSTALLED.search(file) and file.endswith(".py") and Path(file).is_file():
             for found in _IMPORT.finditer(Path(file).read_text(encoding="utf-8", errors="replace")):
@@ -225,7 +225,9 @@ def _packages() -> Iterator[tuple[str, str, bool]]:
 
 @functools.cache
 def _needed() -> set[str]:
-    """Return the names of the packages that det_callbacks needs."""
+    """Return the names of the packages that det_callbacks needs; none if pip does not know it."""
+    if _version("det_callbacks") is None:
+        return set()
     return set(re.findall(r"^[\w-]+", "\n".join(requires("det_callbacks") or ()), re.MULTILINE))
 
 

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from hydra.core.utils import setup_globals
 from omegaconf import OmegaConf
 
 from det_callbacks.digest.host import digest_bytes, format_digest
+from det_callbacks.environment import capture
 from det_callbacks.environment.capture import capture_environment, code_state, command_choice, script_words
 from det_callbacks.environment.hydra import configuration_of
 from det_callbacks.runs.environment import AS_COMMITTED, DEFAULT, NOT_RECORDED, EnvironmentEntry, compare_environments
@@ -302,6 +304,17 @@ def test_packages_with_kernels_and_those_that_the_program_imports_are_recorded(t
     found = capture_environment()
     assert found["package.only_native"] == entry("4", changes_bits=False)
     assert not found["package.pyarrow"].changes_bits, "det_callbacks needs it, so it is there in any case"
+
+
+def test_a_package_that_pip_does_not_know_stops_no_capture(monkeypatch):
+    def unknown(package: str) -> Any:
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(capture, "_version", lambda package: None)
+    monkeypatch.setattr(capture, "requires", unknown)
+    capture._needed.cache_clear()
+    assert capture_environment()["det_callbacks.version"].value is None
+    capture._needed.cache_clear()
 
 
 def test_how_torch_was_built_differs_by_its_parts_if_the_version_is_the_same():
