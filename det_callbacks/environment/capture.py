@@ -220,7 +220,7 @@ def _packages() -> Iterator[tuple[str, str, bool]]:
         version = _version(name) or vars(modules[name]).get("__version__")
         is_installed = "-packages" in str(vars(modules[name]).get("__file__"))
         if is_installed and isinstance(version, str) and not name.startswith("_"):
-            yield name, version, name in (computing - _needed()) | own
+            yield name, str(version), name in (computing - _needed()) | own  # that of functorch is a TorchVersion
 
 
 @functools.cache

@@ -299,9 +299,11 @@ def test_packages_with_kernels_and_those_that_the_program_imports_are_recorded(t
     # native code that uses neither torch nor NumPy
     for name, file in (("only_native", "__init__.py"), ("only_native.core", f"core{EXTENSION_SUFFIXES[0]}")):
         module = ModuleType(name)
-        module.__dict__.update(__file__=str(installed / "only_native" / file), __version__="4")
+        version = torch.torch_version.TorchVersion("4")
+        module.__dict__.update(__file__=str(installed / "only_native" / file), __version__=version)
         monkeypatch.setitem(sys.modules, name, module)
     found = capture_environment()
+    msgspec.json.encode(found)
     assert found["package.only_native"] == entry("4", changes_bits=False)
     assert not found["package.pyarrow"].changes_bits, "det_callbacks needs it, so it is there in any case"
 
