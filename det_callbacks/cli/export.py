@@ -9,7 +9,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -194,7 +193,7 @@ def _batches(run: Run, rank: int) -> Iterator[pa.RecordBatch]:
         record, attempt = run.view(rank, segment, step).record, steps.file_of(segment, step).attempt
         numbers = (attempt, segment, step, record.epoch, record.chain, record.program_id, record.layout_id)
         columns = [
-            pa.array(np.full(len(record.digests), number, dtype=kind.to_pandas_dtype()))
+            pa.repeat(pa.scalar(number, kind), len(record.digests))
             for number, kind in zip(numbers, _OF_STEP.values(), strict=True)
         ]
         columns += [*of_program(record.program_id, record.layout_id), pa.array(record.digests)]
