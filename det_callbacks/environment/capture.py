@@ -279,7 +279,7 @@ def _backend_flags() -> Iterator[tuple[str, Any]]:
 
 
 def _is_switchboard(member: Any) -> bool:
-    """Return whether a member of ``torch.backends`` is an object with flags of its own, such as ``cuda.matmul``."""
+    """Return whether a member of ``torch.backends`` is an object that has flags, such as ``cuda.matmul``."""
     kind = type(member)
     return kind.__module__.startswith("torch.backends") and not isinstance(member, ModuleType)
 

@@ -272,7 +272,7 @@ class DeterminismSettings:
         float32_matmul_precision: of matrix products of float32.
         fp16_reduced_precision_reduction: whether matrix products of float16 may accumulate in it.
         bf16_reduced_precision_reduction: the same for bfloat16.
-        sdpa_backends: those allowed for attention, also on a CPU: "math", "flash", "mem_efficient", "cudnn".
+        sdpa_backends: those allowed for attention, even on a CPU: "math", "flash", "mem_efficient", "cudnn".
         inductor_deterministic: whether Inductor chooses kernels without timing them.
         inductor_max_autotune: whether Inductor times kernels and keeps the fastest.
         nccl_algo: NCCL's algorithm, such as "Ring".
