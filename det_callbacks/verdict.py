@@ -487,7 +487,10 @@ class Verdict:
             raise ValueError(f"it is not a verdict of schema {VERDICT_SCHEMA}")
         environment = content.get("environment")
         differences = environment.get("differences") if isinstance(environment, Mapping) else None
-        return msgspec.convert({**content, "environment": differences}, cls)
+        try:
+            return msgspec.convert({**content, "environment": differences}, cls)
+        except msgspec.ValidationError as error:  # no ValueError in msgspec 0.19
+            raise ValueError(str(error)) from error
 
 
 def as_json(data: object) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from det_callbacks.compare.evidence import OptionChange
 from det_callbacks.runs.environment import (
     CONFIGURATION,
     DTYPES,
-    INDUCTOR,
+    OPTION,
     VALIDATION,
     VARIABLE,
     earlier_choice,
@@ -228,9 +228,10 @@ _AFFECTS: Sequence[tuple[str, Affects]] = (
     ("optimizer.LBFGS.", _updates_by_closure),
     ("optimizer", _updates),
     ("torch.num_threads", _splits_sums),
+    ("torch.backends.", _splits_sums),
     ("settings.", _is_enforced),
     (VARIABLE, _affects_no_step),
-    (INDUCTOR, _affects_no_step),
+    (OPTION, _affects_no_step),
 )
 """By the beginning of a setting's name: the first that fits counts, so longer ones come first.
 

@@ -236,6 +236,11 @@ _OWN_MEANING: Mapping[tuple[str, str], Mapping[str, Any]] = {
         "metavar": "STEP",
         "help": "with --resume: before it, run PROGRAM again, and interrupt it after this step",
     },
+    ("export", "--to"): {
+        "type": _path,
+        "metavar": "DIR",
+        "help": "new or empty folder to write to; perfetto writes a trace, RUN.perfetto.json, to this folder",
+    },
 }
 _COMMANDS: Mapping[str, tuple[str, str]] = {
     # name -> what it does, and its arguments
@@ -254,7 +259,10 @@ _COMMANDS: Mapping[str, tuple[str, str]] = {
     ),
     "doctor": ("Show which determinism settings are in force; exit 1 if a requested one is not.", "--json --against"),
     "ops": ("Show which ops of the installed torch are nondeterministic, or draw random numbers.", "--json --used-by"),
-    "export": ("Write a run as a Parquet data set for DuckDB, Polars and Spark.", "run_folder --to"),
+    "export": (
+        "Write a run as a Parquet data set for DuckDB, Polars and Spark, or as a trace for Perfetto.",
+        "run_folder --to",
+    ),
     "check-checkpoint": (
         "Compare a checkpoint with its digests, or with another checkpoint.",
         "checkpoint other --json",

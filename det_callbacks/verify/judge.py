@@ -42,6 +42,7 @@ from det_callbacks.runs.environment import (
     FOLLOWED,
     LENGTHS,
     UNRECORDED,
+    WITHOUT_EFFECT,
     choices_of_steps,
     compare_environments,
     framework_of,
@@ -340,7 +341,9 @@ class _Judge:
         if not whole:  # the length of a run explains nothing in a step that both have
             others = [entry for entry in others if entry.name not in LENGTHS]
         tally = self.tally
+        idle = self.walk.current.manifest.environment.get(WITHOUT_EFFECT)
         notes = [*order_lines(tally.reordered), *environment_notes(others, verdict), *self.notes]
+        notes += [f"A setting has no effect: {text}" for text in (() if idle is None else idle.value)]
         parts = [answer.text, answer.advice, *notes]
         return Verdict(
             verdict=verdict,

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel
+from packaging.requirements import Requirement
 from test_house import sources
 from trainers import quiet_trainer
 
@@ -336,6 +338,28 @@ def test_readme_docs_metadata_and_the_pairs_that_are_tested_say_the_same_version
     assert f"NEWEST_PYTHON := {pythons[-1]}\n" in (ROOT / "Makefile").read_text()
     assert f"Python {pythons[0]} to {pythons[-1]}" in read["README.md"]
     assert f"| Python | {pythons[0]} to {pythons[-1]} |" in versions_page
+    matrix = re.search(r"python: (\[.*\])", (ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    assert matrix is not None, "CI runs no Python by name"
+    assert json.loads(matrix[1]) == pythons
+
+
+def test_the_page_of_versions_has_each_dependency_with_its_lowest_version():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    table = re.findall(r"^[|] (.+?) [|] (.+?) [|] \d+ [|]", (ROOT / "docs/reference/versions.md").read_text(), re.M)
+    told = {
+        name: lowest
+        for names, versions_of in table
+        for name, lowest in zip(names.split(", "), _versions(versions_of), strict=True)
+    }
+    bounds = {
+        one.name: min(part.version for part in one.specifier if part.operator == ">=")
+        for one in map(Requirement, project["dependencies"])
+    }
+    assert told == bounds
+
+
+def _versions(cell: str) -> list[str]:
+    return cell.partition(", not ")[0].split(", ")
 
 
 def minor(version: str) -> str:
