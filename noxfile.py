@@ -42,7 +42,7 @@ def tests(session: nox.Session, torch: str, lightning: str) -> None:
     )
 
 
-HF_TESTS = ("tests/e2e/test_huggingface.py", "tests/e2e/test_accelerate.py")
+HF_TESTS = tuple(f"tests/e2e/test_{name}.py" for name in ("huggingface", "transformers_models", "accelerate"))
 
 
 @nox.session

@@ -14,7 +14,7 @@ from det_callbacks.verdict import as_json
 Kind = Literal["rounding", "mixing", "nondeterministic", "reduction", "batch_statistics", "random", "not_followed"]
 
 _WORDS = {
-    "rounding": "other bits in a batch of another size; other samples do not matter",
+    "rounding": "other bits in a batch of a different size; other samples do not matter",
     "mixing": "other values if other samples are in the batch",
     "nondeterministic": "other bits in a second pass over the same batch",
     "reduction": "computes over all samples",

@@ -236,7 +236,7 @@ class _Check:
         return ops
 
     def _taken(self, tree: Any, index: Tensor) -> Any:
-        """Return the arguments with some samples, in memory of their own and in the format of the batch."""
+        """Return the arguments with some samples, copied in the memory format of the batch."""
         if isinstance(tree, Tensor):
             if not tree.dim() or len(tree) != self._num_samples:
                 return tree
@@ -255,7 +255,7 @@ class _Check:
         for found in (mixed, *by_size.values()):
             for index, begins in self._begun(found, ()).items():
                 if begins is not False and index in found.reordered and not rows[index].draws:
-                    rows[index].why, rows[index].detail = "not_followed", "its samples are in another order"
+                    rows[index].why, rows[index].detail = "not_followed", "its samples are in a different order"
         declared = {
             index
             for index, row in enumerate(rows)

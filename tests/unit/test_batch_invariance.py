@@ -29,7 +29,7 @@ class Apply(nn.Module):
 
 @torch.library.custom_op("batches::by_size", mutates_args=())
 def by_size(x: Tensor) -> Tensor:
-    """Round like a kernel that sums in another order in batches of up to two samples, on any CPU."""
+    """Round like a kernel that sums in a different order in batches of up to two samples, on any CPU."""
     return x * (1 + 2**-23) if len(x) <= 2 else x.clone()
 
 
@@ -229,7 +229,7 @@ def test_samples_are_followed_through_reshapes_and_transposes(time_first):
         (lambda x: torch.relu(torch.cat([x, x])).chunk(2)[0] + 1, "aten.cat.default", "order of the samples"),
         (lambda x: (x @ x.T).relu().sum(1), "aten.mm.default", "several of its dimensions"),
         (lambda x: x[x[:, 0] > 0.5].relu().sum() * 0 + x, "aten.index.Tensor", "does not follow the batch size"),
-        (lambda x: x.flip(0).relu().flip(0) + 1, "aten.flip.default", "in another order"),
+        (lambda x: x.flip(0).relu().flip(0) + 1, "aten.flip.default", "in a different order"),
     ],
 )
 def test_what_cannot_be_followed_is_said(function, op, word):
