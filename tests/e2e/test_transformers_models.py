@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from det_callbacks import check_batch_invariance, compare_modules
-
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'det_callbacks[hf]'")
+
+from transformers import BatchEncoding, LlamaConfig, LlamaForCausalLM
+
+from det_callbacks import check_batch_invariance, compare_modules
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # transformers' own
 
@@ -43,8 +45,6 @@ def test_a_rollout_differs_from_the_training_pass_by_rounding_only():
 
 
 def test_the_batch_invariance_of_a_model_with_attention_masks():
-    from transformers import BatchEncoding, LlamaConfig, LlamaForCausalLM
-
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=99, num_key_value_heads=2, **sizes)).eval()
     tokens = torch.randint(1, 99, (6, 10))
