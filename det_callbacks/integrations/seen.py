@@ -62,9 +62,9 @@ class Seen:
             return f"{listed(self.made)} did not step, and {backwards}"
         others = f" (the script has {listed(self._others)})" if self._others else ""
         if not self.num_backwards:
-            called = (
-                "calls on several ranks are not followed" if self.is_parallel else "no module with a state was called"
-            )
+            called = "no module with parameters was called"
+            if self.is_parallel:
+                called = "calls of a module in several ranks are not followed"
             return f"torch was imported, no optimizer of torch.optim was built, and {called}"
         return f"torch was imported, no optimizer of torch.optim was built{others}, and {backwards}"
 

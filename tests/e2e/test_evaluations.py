@@ -77,7 +77,7 @@ class Again(nn.Module):
         super().__init__()
         self.inner = model
     def forward(self, x, depth=2):
-        return self.inner(x) if not depth else self(x, depth - 1)
+        return self.inner(x) if not depth else self(x, depth - 1).sinh()
 again = Again()
 for (x,) in loader:
     again(x)
@@ -99,6 +99,9 @@ def test_each_call_of_the_outermost_module_is_a_step(name, command):  # noqa: F8
     Path("train.py").write_text(HEAD + source)
     done = command("record", "run")
     assert done.status == 0, done.text + done.errors
+    if name == "a module that calls itself":  # the step ends when the outermost call returns
+        shown = [site.op for site in Run.open("run").view(0, 0, 1).program.sites]
+        assert shown.count("aten.sinh.default") == 2
     followed = f"followed torch's optimizers: none; each call of {model.partition(',')[0]}"
     assert followed in done.text
     assert f"is a step: {num_steps} steps" in done.text
