@@ -36,8 +36,8 @@ from det_callbacks.trace.tables.overloads import (
 )
 
 Shape = tuple[int, ...]
-Key = tuple[str, str, int]
-"""Module, op, and index of the output."""
+Key = tuple[str, str, int, frozenset[Any]]
+"""Module, op, index of the output, and dtypes and numbers of dimensions of the tensors that the op got."""
 Alignment = Sequence[tuple[Key, int | None]]
 """The outputs of a pass in order, each with its row of an earlier pass."""
 _REDUCES = "its output has no dimension of samples"
@@ -100,7 +100,7 @@ class Ops:
     def add_output(self, name: str, leaf: Tensor) -> None:
         """Note an output of the model like an output of an op without a name."""
         if holds_data(leaf) and not is_special(leaf):
-            self.add(leaf, (name, "", 0), [leaf], None)
+            self.add(leaf, (name, "", 0, frozenset()), [leaf], None)
 
     def op(self, func: Any, types: Iterable[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op for ``DispatchMode``, and note its outputs."""
@@ -117,12 +117,13 @@ class Ops:
         read = tensors_in(value for _, value in plan.inputs(args, kwargs))
         given = [value for value in read if not is_special(value)]
         out = plan.call(*args, **kwargs)
+        got = frozenset((one.dtype, one.dim()) for one in given)
         has_drawn = before is not None and before.has_moved()
         with unobserved():
             for index, output in enumerate(written_by_call(plan, out, args, kwargs)):
                 is_read = isinstance(output, Tensor) and index not in plan.opaque_outputs
                 if is_read and holds_data(output) and not is_special(output) and output.numel():
-                    key = self._places.modules.current.module, plan.name, index
+                    key = self._places.modules.current.module, plan.name, index, got
                     self.add(output, key, given, plan, has_drawn=has_drawn)
         return out
 
@@ -173,7 +174,7 @@ class Whole(Aligned):
         self.rows: list[Row] = []
         self._ledger = StorageLedger()  # whose positions are rows
         self._steps: dict[int, tuple[int, int]] = {}  # storage -> elements from sample to sample, offset of the first
-        self._calls: Counter[Key] = Counter()
+        self._calls: Counter[Any] = Counter()
 
     @override
     def add_input(self, tensor: Tensor) -> None:
@@ -187,7 +188,13 @@ class Whole(Aligned):
         super().add_output(name, leaf)
         if len(self.rows) == num_rows:
             self.rows.append(
-                Row(key=(name, "", 0), shape=(), given=(), why="not_followed", detail="it is no ordinary tensor")
+                Row(
+                    key=(name, "", 0, frozenset()),
+                    shape=(),
+                    given=(),
+                    why="not_followed",
+                    detail="it is no ordinary tensor",
+                )
             )
 
     @override
@@ -202,8 +209,8 @@ class Whole(Aligned):
         source = () if plan is None else source_of(self._places.modules.current)
         reads = {index for tensor in given for index in self._ledger.writers_of(tensor)}
         row = Row(key=key, shape=tuple(output.shape), given=_shapes(given), source=source, draws=has_drawn)
-        row.reads, row.occurrence = tuple(sorted(reads)), self._calls[key]
-        self._calls[key] += 1
+        row.reads, row.occurrence = tuple(sorted(reads)), self._calls[key[:3]]
+        self._calls[key[:3]] += 1
         index = self.counterpart(key)
         if index is None:
             row.why, row.detail = "not_followed", "smaller batches run other ops"

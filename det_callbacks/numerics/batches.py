@@ -341,7 +341,7 @@ class _Check:
 
     def _op(self, index: int, kind: Kind, **options: Any) -> BatchOp:
         row = self._rows[index]
-        module, op, output = row.key
+        module, op, output, _ = row.key
         names: dict[str, Any] = {"module": module, "op": op} if op else {"module": "", "op": "", "name": module}
         where: dict[str, Any] = {"occurrence": row.occurrence, "output": output, "source": row.source}
         return BatchOp(kind=kind, **names, **where, **options)
@@ -365,7 +365,7 @@ class _Check:
             missing = [self._rows[index] for index in sorted(found.missing)]
             missing = [row for row in missing if row.digests is not None and row.key[1]]
             if missing:
-                module, op, _ = missing[0].key
+                module, op, *_ = missing[0].key
                 yield (
                     f"In batches of {size}, the model runs other ops: {count(len(missing), 'output')} of ops in the "
                     f"whole batch, the first of {op} in {module or 'no submodule'}, could not be compared."
