@@ -53,7 +53,8 @@ def tests(session: nox.Session, torch: str, lightning: str) -> None:
     )
 
 
-HF_TESTS = tuple(f"tests/e2e/test_{name}.py" for name in ("huggingface", "accelerate", "ways_in"))
+_HF_FILES = ("huggingface", "transformers_models", "accelerate", "ways_in")
+HF_TESTS = tuple(f"tests/e2e/test_{name}.py" for name in _HF_FILES)
 
 
 @nox.session

@@ -131,7 +131,7 @@ class TrainingRun(FollowedRun):
         reference: as for ``DeterminismCallback``.
         model: holds every trained parameter; names are relative to it. Put several models into an
             ``nn.ModuleDict``. It may be compiled, or wrapped by ``DistributedDataParallel``.
-        optimizers: one or several: all that step in the loop.
+        optimizers: one or several: all that step in the loop; () for an evaluation.
         arguments: as for ``DeterminismCallback``, except ``resume`` and ``log_metrics``.
 
     Attributes:
@@ -167,7 +167,7 @@ class TrainingRun(FollowedRun):
         reference: str | Path | None,
         *,
         model: nn.Module,
-        optimizers: Optimizer | Sequence[Optimizer],
+        optimizers: Optimizer | Sequence[Optimizer] = (),
         **arguments: Any,
     ) -> None:
         if trainers := sorted({"resume", "log_metrics"} & arguments.keys()):
@@ -181,8 +181,8 @@ class TrainingRun(FollowedRun):
         self._optimizers: Sequence[Optimizer] = one_or_several if is_several else [one_or_several]
         if not isinstance(model, nn.Module):
             raise SelectionError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
-        if not self._optimizers or not all(isinstance(one, Optimizer) for one in self._optimizers):
-            kinds = ", ".join(type(one).__name__ for one in self._optimizers) or "none"
+        if not all(isinstance(one, Optimizer) for one in self._optimizers):
+            kinds = ", ".join(type(one).__name__ for one in self._optimizers)
             raise SelectionError(f"optimizers must be one or several optimizers of torch.optim; got {kinds}.")
         super().__init__(reference, **arguments)
 
@@ -457,6 +457,7 @@ class TrainingRun(FollowedRun):
             raise SelectionError(f"Use {what} inside the block of its run: `with TrainingRun(...) as run:`.")
 
     def _require_alone(self) -> None:
+        REGISTRY.make_room()
         other = TrainingRun.open_run
         owner = None if REGISTRY.sink is None else REGISTRY.sink.owner
         if other is not None:

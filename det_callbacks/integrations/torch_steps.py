@@ -6,6 +6,10 @@ module is called in evaluation mode without gradients, or before the next call o
 ``DataLoader`` is iterated over, that call ends a step only if every optimizer has stepped: GANs take
 one step for each batch. Without one, each update ends a step, so that none mixes two iterations.
 
+In a script without an optimizer and without a backward pass, each call of a module with parameters,
+outside of other modules, is a step. If the script then trains, the run of these steps is removed: they
+were made to find a batch size, say, or to see that the model works.
+
 If an optimizer updates parameters although no call of a module began a step, steps follow each other
 without a gap: each begins where the last update of an iteration ended.
 
@@ -41,6 +45,8 @@ from det_callbacks.training.draws import DrawnLoader
 
 if TYPE_CHECKING:
     from det_callbacks.integrations.followed import FollowedLoop
+
+_OWN_RUN = "the script has its own run"
 
 
 class TorchSteps:
@@ -97,6 +103,7 @@ class TorchSteps:
 
     def give_way(self) -> None:
         """Stop, because the script builds a Lightning Trainer, which gets a callback."""
+        self._drop_evaluation()
         if self._run is not None and self._run.num_steps and not self._is_off:
             from det_callbacks.errors import SelectionError  # noqa: PLC0415  # only here
 
@@ -161,6 +168,7 @@ class TorchSteps:
         def counted(*args: Any, **kwargs: Any) -> Any:
             if graph_task_id() == -1:  # activation checkpointing calls it inside a backward pass
                 self._watch_process()
+                self._drop_evaluation()
                 self._seen.note_backward((Optimizer, nn.Module))
             return backward(*args, **kwargs)
 
@@ -266,16 +274,45 @@ class TorchSteps:
                 return
             self._end_step()
         elif not has_gradients or not self._is_trained(module):
+            if self._is_evaluated(module):
+                self._begin_step(module, args, keywords, is_evaluation=True)
             return
         # a script that never calls train() trains in whatever mode its model has
         if module.training or not self._has_trained:
-            self._begin_step(module, args, keywords_of_call() if keywords is None else keywords)
-            if keywords is None and self._run is not None:
-                self._run.enter_call(module)
+            self._begin_step(module, args, keywords)
+
+    def _is_evaluated(self, module: nn.Module) -> bool:
+        """Return whether a call is a step of an evaluation: nothing has been trained so far."""
+        seen = self._seen
+        if self._run is None and REGISTRY.sink is not None:
+            self._recorder = _OWN_RUN
+        if self._run is None and (self._recorder or seen.made or seen.num_backwards or seen.updates):
+            return False
+        from det_callbacks.integrations.followed import may_evaluate  # noqa: PLC0415  # loads what records
+
+        return may_evaluate(self._asked, self._run, module, seen)
+
+    def _end_call(self, has_raised: bool) -> None:
+        if has_raised:
+            self._drop_step()
+        else:
+            self._end_step()
+        self._awaits_module = True
+
+    def _drop_evaluation(self) -> None:
+        """Remove the run of an evaluation, because the script trains."""
+        if self._run is not None and self._run.is_evaluation and not self._is_elsewhere():
+            run, self._run, self._owner, self._awaits_module = self._run, None, None, True
+            run.withdraw()
+
+    def _give_way_to_script(self) -> None:
+        self._drop_evaluation()
+        self._recorder = _OWN_RUN
 
     @runs_uncompiled
     def _after_update(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         self._watch_process()
+        self._drop_evaluation()
         if self._is_elsewhere():
             self._note_elsewhere(optimizer)
         elif self._run is None or not self._run.is_in_step:
@@ -348,17 +385,26 @@ class TorchSteps:
         assert self._run is not None, "an optimizer has stepped"
         return self._iterator() is None or all(id(one) in self._stepped for one in self._run.optimizers)
 
-    def _begin_step(self, module: nn.Module | None, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+    def _begin_step(
+        self,
+        module: nn.Module | None,
+        args: tuple[Any, ...],
+        keywords: Mapping[str, Any] | None,
+        *,
+        is_evaluation: bool = False,
+    ) -> None:
         """Begin a step at the call of a module, or where the last one ended."""
         from det_callbacks.integrations.command import print_errors_plainly  # noqa: PLC0415  # loads what records
         from det_callbacks.integrations.followed import FollowedLoop  # noqa: PLC0415  # likewise
 
+        if not is_evaluation:
+            self._drop_evaluation()
         if self._run is None and FollowedLoop.is_replaced():
             self._is_off, self._owner = True, os.getpid()
-            self._recorder = "the script has its own run"
+            self._recorder = _OWN_RUN
             return
         self._watch_process()
-        self._has_trained |= module is not None and module.training
+        self._has_trained |= not is_evaluation and module is not None and module.training
         self._awaits_module = module is None
         self._first_called, self._num_calls = module, 1
         self._num_backwards = self._seen.num_backwards
@@ -366,13 +412,19 @@ class TorchSteps:
             if self._run is None:
                 print_errors_plainly(self.fail)
                 self._owner = os.getpid()
-                self._run = FollowedLoop(self._asked, module, self._optimizers_with(module))
-                self._run.begin_fit()
+                optimizers = [] if is_evaluation else self._optimizers_with(module)
+                self._run = FollowedLoop(self._asked, module, optimizers)
+                self._run.begin_fit(self._give_way_to_script)
             elif module is not None and not self._run.holds(module):
                 self._run.end(self._seen)
-                self._run.take(module, self._optimizers_with(module))
-                self._run.begin_fit()
-            self._run.begin_step(args, keywords, self._drawn, has_drawn=self._has_drawn)
+                self._run.take(module, [] if is_evaluation else self._optimizers_with(module))
+                self._run.begin_fit(self._give_way_to_script)
+            given = keywords_of_call() if keywords is None else keywords
+            self._run.begin_step(args, given, self._drawn, has_drawn=self._has_drawn)
+            if keywords is None and module is not None:
+                self._run.enter_call(module)
+            if is_evaluation and module is not None:
+                self._run.await_return(module, self._end_call)
 
     def _optimizers_with(self, module: nn.Module | None) -> list[Optimizer]:
         import gc  # noqa: PLC0415  # only where training begins

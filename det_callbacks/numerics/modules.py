@@ -48,6 +48,7 @@ def compare_modules(
     atol: float | None = None,
     modules: Sequence[str] = ("*",),
     seed: int = 0,
+    join: int | None = None,
 ) -> NumericsReport:
     """Train two modules side by side from the same seeds, and compare all tensors that they compute.
 
@@ -75,6 +76,8 @@ def compare_modules(
         atol: absolute tolerance: ``abs(base - control) <= atol + rtol * abs(base)``.
         modules: fnmatch patterns for the names of submodules whose outputs are compared; () for none.
         seed: seed of iteration 0; iteration i has seed + i.
+        join: dimension in which the outputs of a submodule's calls in one iteration are joined, such as that of the
+            tokens: one side computes them together, the other one by one. The default compares call by call.
 
     Returns:
         The report; ``report.assert_close()`` raises if a tensor is beyond its tolerance.
@@ -107,7 +110,7 @@ def compare_modules(
     # copies made in inference mode cannot be trained; the second context restores flags and generators
     with torch.inference_mode(False), enforce_determinism(DeterminismSettings.choose()):
         has_compiled = _is_compiled(base) or _is_compiled(control)
-        options: dict[str, Any] = {"loss": loss, "seed": seed}
+        options: dict[str, Any] = {"loss": loss, "seed": seed, "join": join}
         options["make_optimizer"] = optimizer or partial(torch.optim.SGD, lr=0.01)
         options["patterns"] = () if has_compiled else as_names("modules", modules)
         base_side = _Side(label="base", module=_copy_of("base", base), **options)
@@ -232,6 +235,7 @@ class _Side:
     loss: Callable[[Any], Tensor] | None
     make_optimizer: OptimizerFactory
     seed: int
+    join: int | None
     patterns: tuple[str, ...]
     optimizer: torch.optim.Optimizer | None = None
 
@@ -314,13 +318,22 @@ class _Side:
 
         def add(module: nn.Module, _: Any, output: Any) -> None:
             if (name := names.get(id(module))) is not None:
-                call = f"{name} #{num_calls[name]}" if num_calls[name] else name
+                call = f"{name} #{num_calls[name]}" if num_calls[name] and self.join is None else name
                 num_calls[name] += 1
                 for path, leaf in flatten(output, call):
                     if isinstance(leaf, Tensor):
-                        found["module", path] = _copied(path, leaf)
+                        found["module", path] = self._joined(found.get(("module", path)), _copied(path, leaf))
 
         return register_module_forward_hook(add) if names else nullcontext()
+
+    def _joined(self, earlier: Tensor | None, later: Tensor) -> Tensor:
+        """Return what two calls of a submodule computed as one tensor, or the later if they do not fit together."""
+        dim = self.join
+        if earlier is None or dim is None or earlier.dim() != later.dim() or not -later.dim() <= dim < later.dim():
+            return later
+        with torch.no_grad():
+            fits = earlier.movedim(dim, 0).shape[1:] == later.movedim(dim, 0).shape[1:]
+            return torch.cat([earlier, later], dim) if fits else later
 
 
 def _is_compiled(module: nn.Module) -> bool:

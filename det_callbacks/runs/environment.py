@@ -27,6 +27,7 @@ SETTINGS = "settings."  # one that det_callbacks enforced
 WITHOUT_EFFECT = "settings without effect"  # sentences on settings that could not act
 OPTIMIZER = "optimizer"  # classes of the optimizers; prefix of their options
 FOLLOWED = "loop.followed"  # the models and optimizers of a script that was followed
+EACH_CALL = "none; each call of "  # begins that entry if no optimizer stepped
 UNRECORDED = "loop.unrecorded"  # parts of the training of such a script that no step holds
 GENERATOR = "generators."  # digest of the first state of a generator of rank 0
 ARGUMENTS = "process.argv"  # the words that started the program

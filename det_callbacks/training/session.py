@@ -62,6 +62,9 @@ class Steps:
     def attach(self, training: Training) -> None:
         """Begin to follow the models and optimizers."""
 
+    def find_resumed(self, batch: Any) -> int | None:
+        """Return the step from which a run continues its reference, if its state tells."""
+
     def begin_step(self, step: int, batch: Any) -> None:
         """Begin a step with its batch."""
 
@@ -147,9 +150,6 @@ class Session(Steps):
 
     def follow(self, training: Training, ops: NondeterministicOps | None) -> None:
         """Begin to follow a training, before the setup of its data."""
-
-    def find_resumed(self, batch: Any) -> int | None:
-        """Return the step from which a run continues its reference, if its state tells."""
 
     def put_metrics(self, reading: Reading) -> bool:
         """Record or compare what was logged; return whether to stop."""

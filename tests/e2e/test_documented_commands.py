@@ -146,11 +146,14 @@ INSTEAD = {  # of what a user has: more processes, longer runs, recordings of ye
 }
 
 
+OF_OTHER_TESTS = "README", "elsewhere", "huggingface", "rollout"
+
+
 @LIGHTNING_ADVICE
 @pytest.mark.filterwarnings("ignore:.*dataloader is not resumable", "ignore::det_callbacks.errors.DivergenceWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's and Lightning's own
 @pytest.mark.usefixtures("as_a_user")
-@pytest.mark.parametrize("page", pages_with("python", but=("README", "elsewhere", "huggingface", "pytest", "query")))
+@pytest.mark.parametrize("page", pages_with("python", but=(*OF_OTHER_TESTS, "pytest", "query")))
 def test_the_examples_of_a_page_run(page, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["main.py", "fit", "--seed_everything=0", "--trainer.fast_dev_run=1"])
     model, loader, batch = Model(), DataLoader(Samples(), batch_size=8), torch.randn(4, 12)

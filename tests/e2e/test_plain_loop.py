@@ -293,8 +293,7 @@ def test_misuse_says_what_to_do(reference, tmp_path):
 
     for wrong, text in (
         ({"model": loop}, "model must be a torch.nn.Module; got Loop"),
-        ({"optimizers": []}, r"one or several optimizers of torch\.optim; got none"),
-        ({"optimizers": None}, "got NoneType"),
+        ({"optimizers": None}, r"one or several optimizers of torch\.optim; got NoneType"),
         ({"resume": "exact"}, r"TrainingRun has no argument resume.* use resume_from"),
         ({"log_metrics": True}, "TrainingRun has no argument log_metrics, which is for Lightning's Trainer"),
         ({"mode": "off"}, "mode must be one of record, verify, audit, disabled"),

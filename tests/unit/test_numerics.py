@@ -250,3 +250,47 @@ def test_a_wrong_transformation_is_named_first_in_the_table_the_json_and_the_err
     weight.data = weight.data.t().contiguous()
     first = compare_modules(base, control, tokens, iterations=1).first
     assert (first.phase, first.name) == ("initial", "blocks.0.self_attn.out_proj.weight")
+
+
+class Tokens(nn.Module):
+    """Computes tokens together, or one by one; ``wrong`` is the place of one that it changes."""
+
+    def __init__(self, layer: nn.Module, *, size: int, wrong: int | None = None) -> None:
+        super().__init__()
+        self.layer, self.size, self.wrong = layer, size, wrong
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.wrong is not None:
+            x = torch.cat([x[:, : self.wrong], x[:, self.wrong :] * 2], 1)
+        return torch.cat([self.layer(part) for part in x.split(self.size, 1)], 1)
+
+
+@pytest.mark.parametrize("join", [1, -2])
+def test_calls_of_a_submodule_are_joined_along_the_tokens(join):
+    layer, x = nn.Sequential(nn.ReLU(), nn.Tanh()), torch.randn(2, 6, 4)
+    options: dict[str, Any] = {"iterations": 1, "loss": lambda output: None}
+    together, apart = Tokens(layer, size=6), Tokens(layer, size=2)
+    joined = compare_modules(together, apart, x, join=join, **options)
+    assert joined.equal
+    assert {(one.name, one.base, one.kind) for one in joined.comparisons if one.phase == "module"} == {
+        (name, "float32 [2, 6, 4]", "equal") for name in ("layer", "layer.0", "layer.1")
+    }
+    apart_from = compare_modules(together, apart, x, **options)  # call by call
+    assert {one.kind for one in apart_from.comparisons if one.phase == "module"} == {"structure"}
+    wrong = compare_modules(together, Tokens(layer, size=2, wrong=4), x, join=join, **options)
+    assert (wrong.first.name, wrong.first.kind) == ("layer.0", "content")
+    assert 0 < wrong.first.measure.num_differing <= 16
+
+
+def test_calls_that_do_not_fit_together_are_not_joined():
+    class Uneven(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.ReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) + self.layer(x[:, :, :2]).sum() + self.layer(x[0, 0]).sum()
+
+    report = compare_modules(Uneven(), Uneven(), torch.randn(2, 3, 4), iterations=1, join=1)
+    assert report.equal
+    assert [one.base for one in report.comparisons if one.phase == "module"] == ["float32 [4]"]
