@@ -35,6 +35,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, get_worker_info
 
+from det_callbacks.integrations.command import give_workers
 from det_callbacks.integrations.seen import Seen, report_seen
 from det_callbacks.internals.replaced import ReplacedMethods
 from det_callbacks.internals.torch import TORCH, DataLoaderIter, graph_task_id, keywords_of_call
@@ -201,7 +202,7 @@ class TorchSteps:
         self._end_if_stepped()
         known = self._loaders.get(loader)
         if known is None:
-            self._give_workers(loader)
+            give_workers(loader)
             known = self._loaders[loader] = DrawnLoader(loader)
         self._last_loader = loader
         known.num_iterations += 1
@@ -463,7 +464,7 @@ class TorchSteps:
                 self._end_step()
             with self._failing_once():
                 if self._last_loader is None:
-                    self._give_workers(None)  # raises if workers were asked for
+                    give_workers(None)  # raises if workers were asked for
                 num_calls = 0 if self._first_called is None else self._num_calls
                 num_backwards = self._seen.num_backwards - self._num_backwards
                 self._run.end(self._seen, num_calls=num_calls, num_backwards=num_backwards)
@@ -492,14 +493,6 @@ class TorchSteps:
             self._run.end_process(self._seen)
         if not is_owner or self._run is None or not self._run.has_recorded:
             report_seen(self._recorder or self._seen.text())
-
-    def _give_workers(self, loader: Any) -> None:
-        from det_callbacks.environment.variables import NUM_WORKERS  # noqa: PLC0415  # only where a loader begins
-
-        if NUM_WORKERS in os.environ:
-            from det_callbacks.training.evidence import set_workers  # noqa: PLC0415  # loads all that records
-
-            set_workers([loader], os.environ[NUM_WORKERS])
 
 
 def _nothing() -> None:

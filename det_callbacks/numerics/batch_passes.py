@@ -16,10 +16,10 @@ from typing_extensions import override
 from det_callbacks.digest.components import is_dense
 from det_callbacks.digest.host import digest_rows
 from det_callbacks.digest.unobserved import unobserved
-from det_callbacks.environment.rng import RewindPoint
 from det_callbacks.internals.torch import FakeTensor, FunctionalTensor, memory_address, storage_address
 from det_callbacks.numerics.batch_report import Kind
 from det_callbacks.runs.selection import Selection
+from det_callbacks.settings.generators import RewindPoint
 from det_callbacks.trace.attribution.engine import source_of
 from det_callbacks.trace.attribution.places import Places
 from det_callbacks.trace.dispatch import TAKE_APART

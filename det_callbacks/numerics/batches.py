@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from det_callbacks.compare.align import match_keys
 from det_callbacks.digest.components import measure_tensors
-from det_callbacks.environment.rng import RewindPoint
 from det_callbacks.errors import NothingComparedError
 from det_callbacks.internals import dynamo
 from det_callbacks.numerics.batch_passes import Alignment, Compared, OpsType, Part, Row, Shapes, Whole
 from det_callbacks.numerics.batch_report import BatchInvarianceReport, BatchOp, Kind
+from det_callbacks.settings.generators import RewindPoint
 from det_callbacks.text import count, listed
 from det_callbacks.trace.dispatch import DispatchMode
 from det_callbacks.trace.state.leaves import flatten

@@ -19,7 +19,7 @@ from det_callbacks.compare.nonfinite import first_nonfinite
 from det_callbacks.compare.numbers import find_command, next_recording, with_numbers
 from det_callbacks.compare.numerics import compare_numerics
 from det_callbacks.compare.ranks import RankFindings, RankWalk, WholeSteps
-from det_callbacks.compare.record import TOGETHER, RankRecord, Tally, read_records
+from det_callbacks.compare.record import TOGETHER, Tally, read_records
 from det_callbacks.compare.resume import resume_of
 from det_callbacks.compare.rounding import Rounding
 from det_callbacks.compare.step import compare_steps
@@ -32,6 +32,7 @@ from det_callbacks.report.sentences import (
     explain_match,
     explain_metric,
     explain_ranks,
+    explain_unfinished,
     explain_whole_steps,
     metric_lines,
     order_lines,
@@ -156,7 +157,7 @@ def compare_runs(
         notes.append(f"The current run is incomplete: {current_run.incomplete_reason}")
     if steps == "common":
         notes.append("Only the steps that both runs have were compared")
-    if unfinished := _unfinished(records):
+    if unfinished := explain_unfinished(records):
         notes.append(unfinished)
     if not records:
         ranks = [run.rank(rank) for run in (reference_run, current_run) for rank in run.ranks]
@@ -185,18 +186,6 @@ def compare_runs(
         findings=findings,
         evidence=(*verdict.evidence, *unread, *_nonfinite(reference_run, current_run)),
     )
-
-
-def _unfinished(records: Mapping[int, RankRecord]) -> str:
-    """Return what was compared if a rank of the verification did not end, else ""."""
-    last = []
-    for rank, record in records.items():
-        if record.is_unfinished and (stop := record.stopped) is not None:
-            known = f"steps until {stop.step}" if stop.step >= 0 else "no step"
-            last.append(known + (f" on rank {rank}" if len(records) > 1 else ""))
-    if not last:
-        return ""
-    return f"The verification was killed, or is still running: it compared {listed(last, limit=MAX_RANKS)}"
 
 
 def _require_equal_selections(reference: Run, current: Run) -> None:
@@ -402,7 +391,7 @@ class _Judge:
         tally, walk = self.tally, self.walk
         has_steps = bool(tally.num_steps or walk.records)
         has_compared = bool(tally.num_sites or tally.num_metrics)
-        unfinished = _unfinished(walk.records)
+        unfinished = explain_unfinished(walk.records)
         if unfinished and not has_divergence:
             raise NothingComparedError(f"{unfinished}, and found no difference in {walk.current.path}. Verify again.")
         # steps in only one run compare nothing
