@@ -6,14 +6,12 @@ module is called in evaluation mode without gradients, or before the next call o
 ``DataLoader`` is iterated over, that call ends a step only if every optimizer has stepped: GANs take
 one step for each batch. Without one, each update ends a step, so that none mixes two iterations.
 
-In a script without an optimizer and without a backward pass, each call of a module with parameters,
-outside of other modules, is a step. If the script then trains, the run of these steps is removed: they
-were made to find a batch size, say, or to see that the model works.
+In a script without an optimizer and without a backward pass, each outermost call of a module with
+parameters is a step. If the script then trains, the run of these steps is removed.
 
-If an optimizer updates parameters although no call of a module began a step, steps follow each other
-without a gap: each begins where the last update of an iteration ended.
-
-Before training begins, this costs 0.1 s once, and 0.2 microseconds for each call of a module.
+If an optimizer updates parameters although no call of a module began a step, each step begins where the
+last update of an iteration ended.
+Before training, this costs 0.1 s once, and 0.2 microseconds for each call of a module.
 """
 
 import os
@@ -71,7 +69,7 @@ class TorchSteps:
         self._loader_of: WeakKeyDictionary[Any, DrawnLoader] = WeakKeyDictionary()
         self._drawn: DrawnLoader | None = None  # source of the last batch
         self._has_drawn = False  # since the last step ended
-        self._iterator: Callable[[], Any] = _nothing  # a weak reference to the source's iterator
+        self._iterator: Callable[[], Any] = lambda: None  # a weak reference to the source's iterator
         self._last_loader: Any = None  # alive, since a script may keep only its iterator
         self._begun: DrawnLoader | None = None  # whose iterator is being made
         self._replaced = ReplacedMethods()
@@ -226,7 +224,7 @@ class TorchSteps:
             with self._loading():
                 batch = draw(iterator)
         except StopIteration:
-            self._iterator = _nothing
+            self._iterator = lambda: None
             if self._run is not None:
                 self._run.mark_epoch_end(known)
             raise
@@ -493,10 +491,6 @@ class TorchSteps:
             self._run.end_process(self._seen)
         if not is_owner or self._run is None or not self._run.has_recorded:
             report_seen(self._recorder or self._seen.text())
-
-
-def _nothing() -> None:
-    """Stand for a dead reference."""
 
 
 @cache

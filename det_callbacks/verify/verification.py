@@ -39,7 +39,8 @@ from det_callbacks.runs.steps import Expectation, StepTrace
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.writer import RunWriter
 from det_callbacks.verdict import Divergence, EnvironmentDifference, Verdict
-from det_callbacks.verify.judge import compare_runs, other_world_size, require_reference
+from det_callbacks.verify.comparable import other_world_size, require_reference
+from det_callbacks.verify.judge import compare_runs
 
 STORED_STEPS = 100
 """How many diverging steps of a rank are stored; each is as large as in a recording."""
