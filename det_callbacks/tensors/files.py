@@ -19,7 +19,7 @@ from typing import Any, Self
 import numpy as np
 
 from det_callbacks.digest.host import digest_bytes, format_digest
-from det_callbacks.digest.numbers import Measure, measure
+from det_callbacks.digest.numbers import Measure, Tolerance, measure
 from det_callbacks.runs.disk import make_folder, open_to_write, writing
 from det_callbacks.runs.files import MAX_BYTES, READ_ERRORS, damaged, open_file, require_at_most
 from det_callbacks.runs.store import Run
@@ -127,7 +127,7 @@ def common_elements(reference: SavedTensor, current: SavedTensor) -> tuple[Saved
     return reference, current
 
 
-def measure_saved(reference: SavedTensor, current: SavedTensor) -> Measure:
+def measure_saved(reference: SavedTensor, current: SavedTensor, tolerance: Tolerance | None = None) -> Measure:
     """Return by how much two tensors of the same shape differ, in the elements that both have."""
     size, known = None, reference.options.get("statistics")
     if known is not None:
@@ -135,7 +135,8 @@ def measure_saved(reference: SavedTensor, current: SavedTensor) -> Measure:
         size = math.sqrt(known["squares"] / max(num - known["nan"] - known["inf"], 1))
     reference, current = common_elements(reference, current)
     dtypes = reference.dtype, current.dtype
-    return measure(np.ravel(reference.bits), np.ravel(current.bits), dtypes, root_mean_square=size)
+    bits = np.ravel(reference.bits), np.ravel(current.bits)
+    return measure(*bits, dtypes, tolerance=tolerance, root_mean_square=size)
 
 
 def tensor_path(stream: Path, kind: str, step: int) -> Path:
