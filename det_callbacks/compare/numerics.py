@@ -9,8 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
-from dataclasses import fields as dataclass_fields
+from dataclasses import dataclass, fields, replace
 from math import inf, prod
 from typing import Any, NamedTuple
 
@@ -31,6 +30,8 @@ from det_callbacks.verdict import Divergence, Numerics, SiteNumerics
 JUMP = 10.0
 """An op is a jump if it multiplies the error of its inputs by this factor, or adds so many epsilons."""
 
+_NO_MEASURE = Measure(num_elements=0, num_unknown=1, excess=inf)
+"""Of an op that only one run has: there is no partner to measure a distance to."""
 _SUMS = re.compile(r"aten\.(_foreach_)?(sum|mean|add|sub)_?\.")
 _COPIES = re.compile(r"aten\.(_foreach_)?(_to_copy|clone|copy_?)\.")
 
@@ -47,16 +48,13 @@ def compare_numerics(
         ReferenceFormatError: a file of kept tensors is damaged.
     """
     for run in (reference, current):
-        if run.keeps != "all":
+        is_verification = run.keeps != "all"
+        if is_verification or not run.manifest.keep_tensors:
+            problem = "is a verification, which keeps only steps that differ" if is_verification else "kept no tensors"
             raise SelectionError(
-                f"{run.path} is a verification, which keeps only steps that differ, and numerics needs two recordings. "
-                "Record that training with tensors, into another folder, with the same steps and ops as the other run: "
+                f"{run.path} {problem}, so it cannot be measured. Record that training with tensors, into another "
+                "folder, with the same steps and ops as the other run: "
                 "det-callbacks record RUN --only-steps 0 --keep '*' -- python train.py"
-            )
-        if not run.manifest.keep_tensors:
-            raise SelectionError(
-                f"{run.path} kept no tensors, so differences cannot be measured. Record it with tensors, into another "
-                "folder: det-callbacks record RUN --only-steps 0 --keep '*' -- python train.py"
             )
     found, counts, num_default = list[SiteNumerics](), Counter[str](), 0
     starts_before: dict[Place, SiteNumerics] = {}
@@ -83,13 +81,14 @@ def compare_numerics(
     starts = [site for site in beyond if site.is_start]
     jumps = [site for site in starts if site.reads is not None]
     first = min(((site.segment, site.step) for site in jumps), default=None)
-    jumps = sorted((site for site in jumps if (site.segment, site.step) == first), key=_growth, reverse=True)
+    jumps = [site for site in jumps if (site.segment, site.step) == first]
+    jumps.sort(key=lambda site: _or_inf(site.growth), reverse=True)
     jumps = _after_their_starts(jumps, starts_before)
     return Numerics(
         conclusion="change" if starts else "rounding" if differing else "none",
         tolerance=str(tolerance.path) if tolerance is not None else "torch.testing",
         first_jump=jumps[0] if jumps else None,
-        worst=max(differing, key=_excess, default=None),
+        worst=max(differing, key=lambda site: _or_inf(site.excess), default=None),
         num_differing=len(differing),
         num_beyond=len(beyond),
         num_default=num_default,
@@ -116,12 +115,8 @@ def _is_sample(site: SiteNumerics) -> bool:
     return site.num_elements < prod(site.shape or ())
 
 
-def _growth(site: SiteNumerics) -> float:
-    return inf if site.growth is None else site.growth
-
-
-def _excess(site: SiteNumerics) -> float:
-    return inf if site.excess is None else site.excess
+def _or_inf(size: float | None) -> float:
+    return inf if size is None else size
 
 
 def _common_steps(reference: Run, current: Run) -> Iterator[tuple[list[StepView], list[SavedStep]]]:
@@ -183,8 +178,8 @@ class _Carried:
 
     def note(self, positions: Sequence[int], row: _Row) -> None:
         if (known := row.measure) is not None:
-            relative, absolute = (inf if size is None else size for size in (known.relative, known.absolute))
-            self._known.update(dict.fromkeys(positions, _Error(relative, absolute)))
+            error = _Error(_or_inf(known.relative), _or_inf(known.absolute))
+            self._known.update(dict.fromkeys(positions, error))
 
     def carry(self) -> None:
         """Compute the errors of all sites in order."""
@@ -248,7 +243,7 @@ class _StepNumerics:
         kept = sorted((row for row in rows if row.divergence is not None), key=lambda row: row.positions[1][0])
         sites = [self._site(row, sides) for row in kept]
         # with unknown inputs, nothing shows that the error is rounding
-        changed = [not site.within and (site.reads is None or _growth(site) >= JUMP) for site in sites]
+        changed = [not site.within and (site.reads is None or _or_inf(site.growth) >= JUMP) for site in sites]
         tainted = [set[int](), set[int]()]  # positions that a change has reached, including the change
         for number, (view, reached) in enumerate(zip(self._views, tainted, strict=True)):
             starts = [row.positions[number] for row, is_changed in zip(kept, changed, strict=True) if is_changed]
@@ -289,24 +284,9 @@ class _StepNumerics:
             copies = between - {*candidates}
             readers = (at for at in candidates if any(it in paired or it in copies for it in sites[at].inputs))
             position = next(readers, candidates[0])
-            return self._not_compared(self._difference.describe(row_of[position]), sides[number].read(position))
+            read = sides[number].read(position)
+            return _site_of(self._difference.describe(row_of[position]), _NO_MEASURE, read, is_start=True)
         return None
-
-    def _not_compared(self, divergence: Divergence, read: _Error) -> SiteNumerics:
-        """Return the start of a change at an op that only one run has: it has no partner to measure a distance to."""
-        return SiteNumerics(
-            **_fields(divergence),
-            ulp=None,
-            relative=None,
-            absolute=None,
-            within=False,
-            excess=None,
-            num_elements=0,
-            reads=read.relative if read.relative < inf else None,
-            growth=None,
-            is_start=True,
-            through=read.through,
-        )
 
     def _reads(self, row: _Row, positions: Sequence[set[int]]) -> bool:
         """Return whether a row reads any of these positions, on either side."""
@@ -389,23 +369,9 @@ class _StepNumerics:
         read = _largest(
             [side.read(at) for side, positions in zip(sides, row.positions, strict=True) for at in positions]
         )
-        is_known = read.relative < inf
-        fields = _fields(divergence)
-        if row.is_equal:
-            fields["kind"] = "equal"
-        return SiteNumerics(
-            **fields,
-            ulp=known.ulp,
-            relative=known.relative,
-            absolute=known.absolute,
-            within=known.excess <= 1,
-            excess=known.excess if known.excess < inf else None,
-            num_elements=known.num_elements,
-            reads=read.relative if is_known else None,
-            growth=self._growth(row, read, known) if is_known else None,
-            is_start=False,
-            through=read.through,
-        )
+        growth = self._growth(row, read, known) if read.relative < inf else None
+        site = _site_of(divergence, known, read, growth=growth)
+        return replace(site, kind="equal") if row.is_equal else site
 
     def _growth(self, row: _Row, read: _Error, known: Measure) -> float | None:
         """Return an error as a multiple of the error that explains it, or None if it has no number.
@@ -425,9 +391,20 @@ class _StepNumerics:
         return growth
 
 
-def _fields(divergence: Divergence) -> dict[str, Any]:
-    names = [one.name for one in dataclass_fields(divergence) if one.name != "numbers"]
-    return {name: getattr(divergence, name) for name in names}
+def _site_of(
+    divergence: Divergence, known: Measure, read: _Error, *, growth: float | None = None, is_start: bool = False
+) -> SiteNumerics:
+    names = [one.name for one in fields(divergence) if one.name != "numbers"]
+    return SiteNumerics(
+        **{name: getattr(divergence, name) for name in names},
+        **{name: getattr(known, name) for name in ("ulp", "relative", "absolute", "num_elements")},
+        within=known.excess <= 1,
+        excess=known.excess if known.excess < inf else None,
+        reads=read.relative if read.relative < inf else None,
+        growth=growth,
+        is_start=is_start,
+        through=read.through,
+    )
 
 
 def _joined(tensors: Sequence[SavedTensor], shape: tuple[int, ...]) -> SavedTensor | None:
