@@ -8,7 +8,7 @@ partner, takes the error of its inputs; if an op behind it jumps, the change sta
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from math import inf, prod
 from typing import Any, NamedTuple
@@ -76,14 +76,20 @@ def compare_numerics(
             "Record both with the same only_steps and keep_tensors."
         )
     # keep equal samples, since other elements may differ; drop tensors that differ only in the signs of zeros
-    differing = [site for site in found if site.kind != "equal" and (site.absolute != 0 or _is_sample(site))]
+    differing = [
+        site
+        for site in found
+        if site.kind != "equal" and (site.absolute != 0 or site.num_elements < prod(site.shape or ()))
+    ]
     beyond = [site for site in found if not site.within]
     starts = [site for site in beyond if site.is_start]
     jumps = [site for site in starts if site.reads is not None]
     first = min(((site.segment, site.step) for site in jumps), default=None)
     jumps = [site for site in jumps if (site.segment, site.step) == first]
     jumps.sort(key=lambda site: _or_inf(site.growth), reverse=True)
-    jumps = _after_their_starts(jumps, starts_before)
+    # an op that only one run has comes directly before the first jump behind it
+    listed = (site for jump in jumps for site in (starts_before.get(place_of(jump)), jump) if site is not None)
+    jumps = [*dict.fromkeys(listed)]
     return Numerics(
         conclusion="change" if starts else "rounding" if differing else "none",
         tolerance=str(tolerance.path) if tolerance is not None else "torch.testing",
@@ -96,23 +102,6 @@ def compare_numerics(
         jumps=tuple(jumps),
         sites=tuple(found),
     )
-
-
-def _after_their_starts(
-    jumps: Sequence[SiteNumerics], starts_before: Mapping[Place, SiteNumerics]
-) -> list[SiteNumerics]:
-    """Return the jumps; the first one behind an op that only one run has comes directly after that op."""
-    found: list[SiteNumerics] = []
-    for jump in jumps:
-        start = starts_before.get(place_of(jump))
-        if start is not None and start not in found:
-            found.append(start)
-        found.append(jump)
-    return found
-
-
-def _is_sample(site: SiteNumerics) -> bool:
-    return site.num_elements < prod(site.shape or ())
 
 
 def _or_inf(size: float | None) -> float:
@@ -318,11 +307,9 @@ class _StepNumerics:
             if not all(is_kept):
                 self.not_compared["of fused modules, and not all of them kept"] += 1
                 continue
-            reference_positions, current_positions = group
-            whole_side = 1 if len(current_positions) == 1 else 0
-            whole_place = group[whole_side][0]
-            whole = next(row for row, pair in enumerate(found.pairs) if pair[whole_side] == whole_place)
-            yield self._compared(found.describe(whole), reference_positions, current_positions)
+            of_whole = int(len(group[1]) == 1)
+            whole = next(row for row, pair in enumerate(found.pairs) if pair[of_whole] == group[of_whole][0])
+            yield self._compared(found.describe(whole), *group)
 
     def _equal(self, row: int, *, has_bits: bool) -> _Row:
         positions = self._difference.pairs[row]
@@ -335,13 +322,11 @@ class _StepNumerics:
             is_equal=True,
         )
 
-    def _compared(
-        self, divergence: Divergence, reference_positions: Sequence[int], current_positions: Sequence[int]
-    ) -> _Row:
-        row = _Row(positions=(reference_positions, current_positions))
+    def _compared(self, divergence: Divergence, *positions: Sequence[int]) -> _Row:
+        row = _Row(positions=(positions[0], positions[1]))
         sides = [
-            [self._read(0, position) for position in reference_positions],
-            [self._read(1, position) for position in current_positions],
+            [saved.read(kept[at]) for at in places]
+            for saved, kept, places in zip(self._saved, self._kept, positions, strict=True)
         ]
         whole = min(sides, key=len)[0].shape
         reference, current = (_joined(tensors, whole) for tensors in sides)
@@ -358,9 +343,6 @@ class _StepNumerics:
             known = replace(known, excess=_multiple(known.relative, bound))
         self.num_default += self._rounding is not None and bound is None
         return replace(row, divergence=replace(divergence, dtype=coarser(*dtypes)), measure=known)
-
-    def _read(self, side: int, position: int) -> SavedTensor:
-        return self._saved[side].read(self._kept[side][position])
 
     def _site(self, row: _Row, sides: Sequence[_Carried]) -> SiteNumerics:
         divergence, known = row.divergence, row.measure
