@@ -99,13 +99,9 @@ class KeptCounts:
     reason: str = ""
 
     def __add__(self, other: "KeptCounts") -> "KeptCounts":
-        return KeptCounts(
-            num_tensors=self.num_tensors + other.num_tensors,
-            num_bytes=self.num_bytes + other.num_bytes,
-            num_sampled=self.num_sampled + other.num_sampled,
-            num_missing=self.num_missing + other.num_missing,
-            reason=self.reason or other.reason,
-        )
+        names = "num_tensors", "num_bytes", "num_sampled", "num_missing"
+        numbers = {name: getattr(self, name) + getattr(other, name) for name in names}
+        return KeptCounts(**numbers, reason=self.reason or other.reason)
 
 
 def sample_start(name: str) -> int:
