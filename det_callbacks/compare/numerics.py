@@ -24,7 +24,7 @@ from det_callbacks.digest.numbers import Measure, can_measure, coarser, epsilon
 from det_callbacks.errors import NothingComparedError, SelectionError
 from det_callbacks.runs.program import StepView
 from det_callbacks.runs.store import Run
-from det_callbacks.tensors.files import KEPT, SavedStep, SavedTensor, measure_saved
+from det_callbacks.tensors.files import KEPT, SavedStep, SavedTensor, key_of, measure_saved
 from det_callbacks.verdict import Divergence, Numerics, SiteNumerics
 
 JUMP = 10.0
@@ -124,7 +124,7 @@ def kept_sites(view: StepView, saved: SavedStep) -> dict[int, str]:
     """Return the keys of kept tensors by position; leave out sites whose bits are not those kept."""
     found = {}
     for position, site in enumerate(view.program.sites):
-        key = f"{site.phase}/{site.module}:{site.op}#{site.occurrence}.{site.output}"
+        key = key_of(site)
         digest = format_digest(int(view.record.digests[position]))
         if site.role == "output" and saved.entries.get(key, {}).get("site_digest") == digest:
             found[position] = key

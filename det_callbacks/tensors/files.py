@@ -22,6 +22,7 @@ from det_callbacks.digest.host import digest_bytes, format_digest
 from det_callbacks.digest.numbers import Measure, Tolerance, measure
 from det_callbacks.runs.disk import make_folder, open_to_write, writing
 from det_callbacks.runs.files import MAX_BYTES, READ_ERRORS, damaged, open_file, require_at_most
+from det_callbacks.runs.program import Site
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Divergence
 
@@ -102,6 +103,11 @@ class KeptCounts:
         names = "num_tensors", "num_bytes", "num_sampled", "num_missing"
         numbers = {name: getattr(self, name) + getattr(other, name) for name in names}
         return KeptCounts(**numbers, reason=self.reason or other.reason)
+
+
+def key_of(site: Site) -> str:
+    """Return the key of the tensor kept at a site."""
+    return f"{site.phase}/{site.module}:{site.op}#{site.occurrence}.{site.output}"
 
 
 def sample_start(name: str) -> int:
