@@ -145,10 +145,10 @@ def _compared(base: Values, control: Values, iteration: int, given: Tolerance | 
         measured: dict[str, Any] = {"excess": math.inf}
         if one is not None and other is not None and (one.shape, one.dtype) == (other.shape, other.dtype):
             # integers have to be equal, whatever the tolerance
-            tolerance = given if given and epsilon(one.dtype) else default_tolerance(one.dtype)
+            rtol, atol = tolerance = given if given and epsilon(one.dtype) else default_tolerance(one.dtype)
             found = measure_saved(one, other, tolerance)
             kind = "content" if found.num_differing else "equal"
-            measured = {"measure": found, "excess": found.excess, **tolerance._asdict()}
+            measured = {"measure": found, "excess": found.excess, "rtol": rtol, "atol": atol}
         sides: dict[str, Any] = {
             side: None if value is None else f"{value.dtype} {list(value.shape)}"
             for side, value in (("base", one), ("control", other))

@@ -47,7 +47,8 @@ class TensorComparison:
             elements cannot be matched.
         rtol: relative tolerance.
         atol: absolute tolerance.
-        excess: the largest difference divided by its tolerance; infinite for a tolerance of 0.
+        excess: the largest difference divided by its tolerance; infinite for a tolerance of 0, and without a distance:
+            a NaN or an infinity on one side, or a dtype whose numbers are not known.
 
     Examples:
         >>> layer = torch.nn.LayerNorm(8)
