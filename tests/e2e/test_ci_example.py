@@ -8,13 +8,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
-
-from det_callbacks import cli
 
 ROOT = Path(__file__).parents[2]
 WORKFLOW = yaml.safe_load((ROOT / "docs" / "ci" / "github-actions.yml").read_text())
@@ -46,23 +43,6 @@ def test_it_is_a_workflow_whose_steps_name_each_other():
     assert order.index("Save the reference") < order.index("Verify the pull request"), "a failing job saves nothing"
     actions = {step["uses"] for step in STEPS if "uses" in step}
     assert all(re.fullmatch(r"actions/[\w/-]+@v\d+", action) for action in actions)
-
-
-def test_its_commands_are_taken(monkeypatch):
-    taken: list[Any] = []
-    run = SimpleNamespace(
-        record=lambda options: taken.append(options) or 0, verify=lambda options: taken.append(options) or 0
-    )
-    monkeypatch.setattr("det_callbacks.cli.parser.import_module", lambda name: run)
-    words = commands("det-callbacks")
-    assert [cli.main(one[1:]) for one in words] == [0, 0]
-    record, verify = taken
-    assert (record.command, record.level, verify.command) == ("record", "state", "verify")
-    assert record.run_folder.endswith(f"/{verify.run_folder}")
-    for name in ("seed", "deterministic", "words"):
-        assert getattr(record, name) == getattr(verify, name) != None, name  # noqa: E711
-    uploaded = step_of("Upload the report")["with"]["path"].split()
-    assert {str(Path(path).parent) for path in uploaded} == {f"{verify.current}/run"}
 
 
 def test_the_options_of_pytest_are_taken(tmp_path):

@@ -11,7 +11,7 @@ from stored_runs import create, record
 from det_callbacks.cli import main
 from det_callbacks.cli.check import new_folder
 from det_callbacks.errors import WriteError
-from det_callbacks.runs.disk import make_folder
+from det_callbacks.runs.disk import make_folder, writing
 from det_callbacks.runs.evidence import EvidenceRow, EvidenceWriter, read_evidence
 
 
@@ -44,6 +44,11 @@ def test_where_no_folder_can_be_made_the_reason_and_the_way_out_are_one_sentence
         assert text.count(". ") == 0
         assert text.endswith(way)
         assert (caught.value.exit_code, str(pickle.loads(pickle.dumps(caught.value)))) == (2, text)
+
+
+def test_what_is_no_error_of_the_disk_passes_as_it_is(tmp_path):
+    with pytest.raises(ZeroDivisionError), writing(tmp_path):
+        raise ZeroDivisionError
 
 
 def test_evidence_after_a_full_disk_is_a_torn_tail_and_no_damage(tmp_path, monkeypatch):
