@@ -296,6 +296,7 @@ def test_short_runs_of_overhead_measure_time_memory_and_disk(overhead, tmp_path,
     assert re.search(r"^ +64 KiB( +\d+\.\d+){7}$", printed, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_all_of_overhead_has_a_table_of_all(overhead, tmp_path, capsys, monkeypatch):
     options = "--all --tiny --networks gpt2 layerdrop --rounds 1 --steps 1 --sizes 1 --variants op"
     run = overhead["run"]

@@ -137,6 +137,8 @@ def test_memory_is_filled_by_glibc_and_by_the_recording_alike(given, filled, che
     assert (varied["MALLOC_PERTURB_"], varied["DET_CALLBACKS_FILL_MEMORY"]) == filled
     assert varied["GLIBC_TUNABLES"] == "glibc.malloc.check=0:glibc.malloc.tcache_count=0"
     assert (plain.get("MALLOC_PERTURB_"), plain["GLIBC_TUNABLES"]) == (given, "glibc.malloc.check=0")
+    if given is not None:
+        return  # a process is started for one of them
     script = (
         "import torch; print({torch.empty(size, dtype=torch.uint8)[size // 2].item() for size in (8, 999, 1 << 22)})"
     )
