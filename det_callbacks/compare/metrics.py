@@ -64,7 +64,7 @@ class MetricDifference:
 
     @property
     def root(self) -> tuple[ReadRow, str, str] | None:
-        """The row among ``differing_reads`` that it follows from, if any."""
+        """The row among ``differing_reads`` that it depends on, if any."""
         kinds = [*_CAUSES]
         found = [entry for entry in self.differing_reads if entry[0].kind in kinds]
         return min(found, key=lambda entry: kinds.index(entry[0].kind), default=None)

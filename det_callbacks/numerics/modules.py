@@ -314,14 +314,23 @@ class _Side:
 
         return register_module_forward_hook(add) if names else nullcontext()
 
-    def _joined(self, earlier: Tensor | None, later: Tensor) -> Tensor:
+    def _joined(self, earlier: SavedTensor | None, later: SavedTensor) -> SavedTensor:
         """Return what two calls of a submodule computed as one tensor, or the later if they do not fit together."""
-        dim = self.join
-        if earlier is None or dim is None or earlier.dim() != later.dim() or not -later.dim() <= dim < later.dim():
+        num_dims = len(later.shape)
+        if earlier is None or self.join is None or earlier.dtype != later.dtype or len(earlier.shape) != num_dims:
             return later
-        with torch.no_grad():
-            fits = earlier.movedim(dim, 0).shape[1:] == later.movedim(dim, 0).shape[1:]
-            return torch.cat([earlier, later], dim) if fits else later
+        if not -num_dims <= self.join < num_dims:
+            return later
+        at = self.join % num_dims
+        if any(
+            one != other for dim, (one, other) in enumerate(zip(earlier.shape, later.shape, strict=True)) if dim != at
+        ):
+            return later
+        # the last dimension holds the bytes of an element
+        parts = [part.bits.reshape(*part.shape, -1) for part in (earlier, later) if part.bits.size]
+        joined = np.concatenate(parts, axis=at) if parts else later.bits
+        shape = (*later.shape[:at], earlier.shape[at] + later.shape[at], *later.shape[at + 1 :])
+        return replace(later, shape=shape, bits=joined.reshape(-1))
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -53,7 +53,7 @@ class Progress(NamedTuple):
 
 
 class Steps:
-    """What a way in tells of the steps of a fit, in its order; this class does nothing, for when no fit is open.
+    """What a way in reports of the steps of a fit, in its order; this class does nothing, for when no fit is open.
 
     ``attach`` follows the setup of the data, and ``close``, which may be called twice, the last step. Between ``pause``
     and ``unpause`` ops belong to no step.
@@ -100,7 +100,7 @@ class Steps:
         """Write the evidence from before a step."""
 
     def close(self) -> None:
-        """Stop following the training."""
+        """Stop following the run."""
 
 
 class Session(Steps):
@@ -149,7 +149,7 @@ class Session(Steps):
         """Remove the results of an earlier verification or audit, before anything can fail."""
 
     def follow(self, training: Training, ops: NondeterministicOps | None) -> None:
-        """Begin to follow a training, before the setup of its data."""
+        """Begin to follow a run, before the setup of its data."""
 
     def put_metrics(self, reading: Reading) -> bool:
         """Record or compare what was logged; return whether to stop."""
