@@ -49,7 +49,7 @@ class FollowedRun(RunArguments):
         self.audit_report: AuditReport | None = None
         self._group = RankGroup()
         self._session = Session()
-        self._hooks: Steps = self._session  # the session while a fit is open
+        self._hooks = Steps()  # the session while a fit is open
         self._stage = ExitStack()  # closes everything that a fit or another stage opened
         self._ops: NondeterministicOps | None = None
         self._watch: NondeterministicOpWatch | None = None
