@@ -202,7 +202,7 @@ def _packages() -> Iterator[tuple[str, str, bool]]:
     act if it uses neither torch nor NumPy, or if det_callbacks needs it; unless the program's own
     code imports it.
     """
-    modules = {name: module for name, module in list(sys.modules.items()) if isinstance(module, ModuleType)}
+    modules = {name: module for name, module in sys.modules.copy().items() if isinstance(module, ModuleType)}
     native, computing, own = set[str](), set[str](), set[str]()
     for name, module in modules.items():
         top, file = name.partition(".")[0], str(vars(module).get("__file__") or "")
@@ -255,7 +255,7 @@ def _own_choices() -> Iterator[tuple[str, Any]]:
 
 def _backend_flags() -> Iterator[tuple[str, Any]]:
     """Yield what ``torch.backends`` has switched: its flags, those of objects in it, and what its getters return."""
-    for path, module in sorted(sys.modules.items()):
+    for path, module in sorted(sys.modules.copy().items()):
         if not path.startswith(BACKENDS):
             continue
         original = getattr(module, "m", module)  # which some modules replace

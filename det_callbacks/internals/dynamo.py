@@ -105,7 +105,7 @@ _config_module = TORCH.later(
 def changed_options() -> dict[str, Any]:
     """Return the options that the program changed, by path, of the modules of options that it imported."""
     kind, changed = _config_module(), dict[str, Any]()
-    for path, module in sorted(sys.modules.items()):
+    for path, module in sorted(sys.modules.copy().items()):
         if issubclass(type(module), kind) and path.startswith("torch."):
             options: Any = module
             for name, value in options.get_config_copy().items():

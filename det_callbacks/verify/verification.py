@@ -180,7 +180,11 @@ class Verification:
         """Start a fit; a verdict on earlier fits is outdated."""
         self.fit = FitRecord(segment=segment, is_resumed=is_resumed)
         self._fits.append(self.fit)
-        self.withdraw_verdict()
+        try:
+            self.withdraw_verdict()
+        except BaseException:  # such as a full disk, or Ctrl-C
+            self.close(complete=False)
+            raise
         self.is_resuming = is_resumed and is_every_step
         self._known = frozenset(self._ranks.steps(segment).tolist() if segment in self._ranks.segments else ())
         self._rows.clear()
