@@ -13,6 +13,7 @@ from tracing import assert_same, traced
 
 from det_callbacks.runs.program import Site
 from det_callbacks.runs.steps import Expectation, StepTrace
+from det_callbacks.trace.compiled import graphs
 from det_callbacks.trace.compiled.kernels import SEEN_KERNELS, read_code
 from det_callbacks.trace.hash_mode import HashMode
 
@@ -307,6 +308,13 @@ def test_kernels_that_cannot_be_seen_leave_the_region_as_a_whole(text, why, step
     assert not any(site.is_kernel for site in trace.program.sites)
     (out,) = ends(trace, "outputs")
     assert {trace.program.sites[at].role for at in out.inputs} >= {"graph", "region_input"}
+
+
+def test_a_cuda_graph_leaves_the_region_as_a_whole(step, monkeypatch):
+    monkeypatch.setattr(graphs, "_runs_as_cuda_graph", lambda *_: True)
+    trace = traced(step)
+    assert trace.program.opaque_regions == ("compiled.function (CUDA graph)",)
+    assert inner(trace) == []
 
 
 _CPP = '''

@@ -1,7 +1,8 @@
-"""Regions compiled by torch.compile: records the graph, its inputs and outputs, and the ops seen inside.
+"""Regions compiled by torch.compile: records the graph, its inputs and outputs, and the kernels and ops seen inside.
 
-Inductor reuses buffers, so an inner op depends on all inputs, and the region is the origin, never the
-op. The backward pass also depends on the inner ops, whose outputs it may have saved.
+Where all kernels are seen, each depends on what it reads. Elsewhere generated code may have written any
+memory: an inner op depends on all inputs, and the region is the origin, never the op. The backward pass
+also depends on the inner ops, whose outputs it may have saved.
 """
 
 import sys
@@ -255,6 +256,8 @@ class CompiledRegions:
 
     def _start(self, region: Region) -> None:
         self.step.deferred.flush()  # the region's kernels reuse memory, even that of inputs
+        if region.graph.is_graphed:
+            region.unseen.add("CUDA graph")
         self._running_regions[get_ident()] = None if region.graph.is_graphed else region
 
     def _end(self, region: Region) -> None:

@@ -45,7 +45,7 @@ class ReplacedInTorch(ReplacedMethods):
         self._follow_inductor()
 
     def _follow_inductor(self) -> None:
-        """Follow the graphs that inductor runs, also those compiled before; there are none if it was never imported."""
+        """Follow the graphs that inductor runs, even those compiled before; there are none if it was never imported."""
         for owner, name in (
             (dynamo.inductor_graph(), "__call__"),
             (dynamo.cpp_scheduling(), dynamo.COMMENTS_KERNEL),
