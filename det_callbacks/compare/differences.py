@@ -16,12 +16,12 @@ from det_callbacks.runs.program import (
     HOST_GENERATORS,
     IN_FLIGHT,
     MISSES_PARAMETERS,
-    PASSED,
     UNWRITTEN,
     Program,
     Site,
     StepView,
     TensorLayout,
+    lines_of_reader,
 )
 from det_callbacks.verdict import Divergence, Kind
 
@@ -140,10 +140,8 @@ class StepDifference:
         site, reference, current = self.site(row), self.reference, self.current
         if site.role in ("value", "argument", "graph"):
             layout = None
-        elif current_position >= 0:
-            layout = current.layout.entries[current_position]
         else:
-            layout = reference.layout.entries[reference_position]
+            layout = (current if current_position >= 0 else reference).layout.entries[self.side(row)[1]]
         reference_site = reference.program.sites[reference_position] if reference_position >= 0 else site
         return Divergence(
             rank=self.rank,
@@ -155,7 +153,7 @@ class StepDifference:
             output=site.output,
             name=site.name or reference_site.name,
             kind=self.kinds.get(row, "content"),
-            source=site.source or reference_site.source or self._lines_of_reader(row),
+            source=site.source or reference_site.source or lines_of_reader(*self.side(row)),
             shape=None if layout is None else layout.shape,
             dtype=None if layout is None else layout.dtype,
             reference_digest=_digest_at(reference, reference_position),
@@ -241,23 +239,6 @@ class StepDifference:
     def reads_detail(self, row: int, detail: str) -> bool:
         """Return whether a row read a site with this layout detail in either step."""
         return self._has_detail(row, detail, is_read=True)
-
-    def _lines_of_reader(self, row: int) -> tuple[str, ...]:
-        """Return the lines of a row that has none.
-
-        They are those of the only op that reads a generator, or made the output of a gradient.
-        """
-        program, position = self.side(row)
-        sites, site = program.sites, program.sites[position]
-        if site.is_kernel:  # inductor took it from its cache: the lines of the region's call
-            return next((one.source for one in reversed(sites[:position]) if one.role == "graph"), ())
-        given = [position] if site.subject == "generator" and site.part == PASSED else []
-        if site.subject == "gradient" and site.phase == "backward" and not site.op:
-            outputs = [one for one in sites if (one.module, one.subject, one.of) == (site.module, "tensor", site.of)]
-            given = [*outputs[0].inputs] if len(outputs) == 1 else []
-        readers = program.edges[0][np.isin(program.edges[1], given)].tolist() if given else []
-        found = {sites[at].source for at in readers if sites[at].op and sites[at].phase != "backward"}
-        return found.pop() if len(found) == 1 else ()
 
     def first_reader(self, row: int) -> str:
         """Return the phase of the first op that reads a row; "" if none does."""

@@ -340,6 +340,20 @@ class Program:
         return np.repeat(np.arange(len(self)), self.num_read), self.read.astype(np.int64)
 
 
+def lines_of_reader(program: Program, position: int) -> tuple[str, ...]:
+    """Return the lines of the op that calls a kernel, or that alone reads a generator or made a gradient's output."""
+    sites, site = program.sites, program.sites[position]
+    if site.is_kernel:  # inductor took it from its cache: the lines of the region's call
+        return next((one.source for one in reversed(sites[:position]) if one.role == "graph"), ())
+    given = [position] if site.subject == "generator" and site.part == PASSED else []
+    if site.subject == "gradient" and site.phase == "backward" and not site.op:
+        outputs = [one for one in sites if (one.module, one.subject, one.of) == (site.module, "tensor", site.of)]
+        given = [*outputs[0].inputs] if len(outputs) == 1 else []
+    readers = program.edges[0][np.isin(program.edges[1], given)].tolist() if given else []
+    found = {sites[at].source for at in readers if sites[at].op and sites[at].phase != "backward"}
+    return found.pop() if len(found) == 1 else ()
+
+
 def edges_of(sites: Sequence[Site]) -> tuple[np.ndarray, np.ndarray]:
     """Return ``num_read`` and ``read`` of a ``Program`` with these sites."""
     num_read = np.array([len(site.inputs) for site in sites], dtype=np.int32)

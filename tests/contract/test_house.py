@@ -38,6 +38,7 @@ OPENS: Mapping[str, str] = {
     "det_callbacks/digest/host.py": "digests the file that the user named, which may be a link",
     "det_callbacks/environment/capture.py": "reads the project's own files",
     "det_callbacks/settings/catalogue.py": "reads /proc",
+    "det_callbacks/trace/compiled/kernels.py": "reads the module that inductor has generated",
     "det_callbacks/integrations/command.py": "exchanges messages in a folder that it has made",
 }
 
