@@ -216,7 +216,7 @@ def _scope_of_maker(call: CallNode, name: str, *, is_cached: bool) -> OpScope:
 
 
 def _later_maker(nodes: _Nodes, number: int, name: str) -> OpScope:
-    """Return the scope of a later call that was noted with the number of a node, if it can have made it."""
+    """Return the scope of a later call with the number of a node, if it can have made it."""
     return next((_scope_in(call) for call in nodes.get(number, [])[1:] if is_maker(call.op_base, name)), UNKNOWN)
 
 
