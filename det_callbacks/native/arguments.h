@@ -45,7 +45,29 @@ struct Argument {
   bool is_default = false;          // whether Python leaves it out
 };
 
-inline bool is_defined(const c10::IValue& value) { return value.isTensor() && value.toTensor().defined(); }
+// Whether a value is a tensor for Python: a number that torch has wrapped is a number again there.
+inline bool is_defined(const c10::IValue& value) {
+  return value.isTensor() && value.toTensor().defined() &&
+         !value.toTensor().unsafeGetTensorImpl()->is_wrapped_number();
+}
+
+// Returns a constant as Python sees it: None for an undefined tensor, and the number that a tensor wraps.
+inline c10::IValue unwrapped(const c10::IValue& value) {
+  if (!value.isTensor()) return value;
+  const auto& tensor = value.toTensor();
+  if (!tensor.defined()) return {};
+  const void* data = tensor.const_data_ptr();
+  switch (tensor.scalar_type()) {
+    case c10::ScalarType::Double:
+      return *static_cast<const double*>(data);
+    case c10::ScalarType::Long:
+      return *static_cast<const int64_t*>(data);
+    case c10::ScalarType::Bool:
+      return *static_cast<const bool*>(data);
+    default:
+      return value;  // a complex number, which only Python compares
+  }
+}
 
 // Describes an argument; returns false for a kind that only Python handles.
 inline bool describe(const c10::IValue& value, Argument& found) {
@@ -53,7 +75,6 @@ inline bool describe(const c10::IValue& value, Argument& found) {
     found.kind = Argument::kTensor;
     return true;
   }
-  if (value.isTensor()) return true;  // undefined: None in Python
   if (value.isList()) {
     bool has_tensors = false, has_others = false;
     for (const auto& item : value.toListRef()) {
@@ -68,8 +89,8 @@ inline bool describe(const c10::IValue& value, Argument& found) {
     }
     found.is_tensor.clear();
   }
-  found.constant = value;
-  return is_same(value, value) || (value.isTensor() && !value.toTensor().defined());
+  found.constant = unwrapped(value);
+  return is_same(found.constant, found.constant);
 }
 
 // Whether an argument has the same tensors and nones, whatever the tensors.

@@ -1,34 +1,29 @@
-// Host memory -> 64 bits, as digest/host.py does it (DIGEST_VERSION 1). XXH3 comes from the header that pyarrow brings.
+// Host memory -> 64 bits, as digest/host.py does it (DIGEST_VERSION 1).
 #pragma once
-#define XXH_INLINE_ALL
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <vector>
-
-#include "xxhash.h"
 
 namespace det {
 
-constexpr size_t kBlockBytes = 1024;
 constexpr size_t kLeafBytes = 256 * 1024;
 
-// The digest of at most one leaf, zero-padded to whole blocks.
+// The digest of at most one leaf, zero-padded to blocks of 1,024 bytes: for any processor, or for those with these
+// instructions.
+uint64_t digest_leaf_base(const char* bytes, size_t num_bytes);
+uint64_t digest_leaf_avx2(const char* bytes, size_t num_bytes);
+uint64_t digest_leaf_avx512(const char* bytes, size_t num_bytes);
+
 inline uint64_t digest_leaf(const char* bytes, size_t num_bytes) {
-  static const char padding[kBlockBytes] = {};
-  const size_t tail = num_bytes % kBlockBytes;
-  if (tail == 0) return XXH3_64bits(num_bytes == 0 ? padding : bytes, num_bytes);
-  if (num_bytes < kBlockBytes) {
-    char block[kBlockBytes] = {};
-    std::memcpy(block, bytes, num_bytes);
-    return XXH3_64bits(block, kBlockBytes);
-  }
-  XXH3_state_t state;
-  XXH3_INITSTATE(&state);
-  XXH3_64bits_reset(&state);
-  XXH3_64bits_update(&state, bytes, num_bytes);
-  XXH3_64bits_update(&state, padding, kBlockBytes - tail);
-  return XXH3_64bits_digest(&state);
+#if defined(__x86_64__)
+  static const auto fastest = __builtin_cpu_supports("avx512f") ? &digest_leaf_avx512
+                              : __builtin_cpu_supports("avx2")  ? &digest_leaf_avx2
+                                                                : &digest_leaf_base;
+  return fastest(bytes, num_bytes);
+#else
+  return digest_leaf_base(bytes, num_bytes);
+#endif
 }
 
 inline uint64_t digest_memory(const char* bytes, size_t num_bytes) {

@@ -155,5 +155,6 @@ def _command(compiler: str, target: Path) -> list[str]:
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         *(f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"),
         f"-I{headers}/arrow/vendored/xxhash",
-        *(str(_SOURCES / "recorder.cpp"), "-o", str(target), f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"),
+        *(str(path) for path in sorted(_SOURCES.glob("*.cpp"))),
+        *("-o", str(target), f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"),
     ]

@@ -68,7 +68,9 @@ struct Slot {
 
 struct HashOfKey {
   size_t operator()(const std::vector<int64_t>& key) const {
-    return XXH3_64bits(key.data(), key.size() * sizeof(int64_t));
+    size_t hash = key.size();
+    for (const int64_t number : key) hash = (hash ^ static_cast<size_t>(number)) * 0x9E3779B97F4A7C15ull;
+    return hash ^ (hash >> 32);
   }
 };
 
@@ -360,12 +362,9 @@ class Attempt {
     const auto& known = call_->arguments.each;
     const auto& declared = schema_.arguments();
     for (size_t i = 0; i < known.size(); i++) {
-      const auto& value = stack_[base_ + i];
-      if (!has_kind(known[i], value)) return false;
-      if (known[i].kind != Argument::kConstant || value.isTensor()) {
-        if (known[i].kind == Argument::kConstant && !known[i].constant.isNone()) return false;
-        continue;
-      }
+      if (!has_kind(known[i], stack_[base_ + i])) return false;
+      if (known[i].kind != Argument::kConstant) continue;
+      const c10::IValue value = unwrapped(stack_[base_ + i]);
       if (is_same(known[i].constant, value)) continue;
       const auto& usual = declared[i].default_value();
       const bool is_usual = usual.has_value() && *usual == value;
@@ -514,14 +513,14 @@ class Attempt {
     auto& known = call_->arguments.each;
     Ref consts(PySequence_List(call_->consts.get()));
     for (const size_t i : changed_) {
-      check(PyList_SetItem(consts.get(), known[i].number, as_python(stack_[base_ + i]).release()));
+      check(PyList_SetItem(consts.get(), known[i].number, as_python(unwrapped(stack_[base_ + i])).release()));
     }
     const Ref taken(PyObject_CallMethodObjArgs(
         bound_[Bound::kGraph], n.take_numbers_, node_.get(), consts.get(), nullptr));
     const int is_taken = PyObject_IsTrue(taken.get());
     check(is_taken);
     if (is_taken == 0) return false;
-    for (const size_t i : changed_) known[i].constant = stack_[base_ + i];
+    for (const size_t i : changed_) known[i].constant = unwrapped(stack_[base_ + i]);
     call_->consts = attribute(node_.get(), n.consts_);
     return true;
   }
