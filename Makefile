@@ -9,16 +9,16 @@ DEMO := demo-run
 CODE := det_callbacks recipes tests noxfile.py
 # Every text is checked for spelling, and the prose of PROSE for usage (tests/prose.py): add det_callbacks once it is clean.
 PAGES := README.md CONTRIBUTING.md CHANGELOG.md CODE_OF_CONDUCT.md SECURITY.md
-TEXTS := $(CODE) conf docs .github $(PAGES) CITATION.cff Makefile mkdocs.yml pyproject.toml
+TEXTS := $(CODE) conf docs .github action.yml $(PAGES) CITATION.cff Makefile mkdocs.yml pyproject.toml
 PROSE := det_callbacks docs recipes/*/README.md $(PAGES)
 # That the package is for; pyproject.toml has the oldest, which lint and types are for by themselves.
-NEWEST_PYTHON := 3.14
+NEWEST_PYTHON := 3.13
 
 # Two tests at a time, each on one thread of torch: with a thread for each core they would mostly wait for one another.
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo docs causes findings bugs pictures ops-table public wheel test test-versions test-slow test-soak release-check mutations lint format clean
+.PHONY: demo docs causes findings bugs pictures ops-table public wheel tag test test-versions test-slow test-soak release-check mutations lint format clean
 
 # Record a training, verify it, then plant a fault that must be found: only exit status 1, diverged, is right there.
 demo: $(INSTALLED)
@@ -93,6 +93,10 @@ wheel: $(INSTALLED)
 	$(BIN)/python -m build --no-isolation
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/check-wheel-contents dist/*.whl
+
+# Fails unless the tag is that of the version: make tag TAG=v1.0.0
+tag:
+	grep -qxF 'version = "$(TAG:v%=%)"' pyproject.toml
 
 # The pictures in docs/, from real runs; needs Chromium.
 pictures: $(INSTALLED)

@@ -5,9 +5,11 @@ the everyday environment: torchmetrics imports transformers where it is installe
 """
 
 import re
+import tomllib
 from pathlib import Path
 
 import nox
+from packaging.requirements import Requirement
 
 nox.needs_version = ">=2024.3.2"  # the first that knows "uv|virtualenv"
 nox.options.default_venv_backend = "uv|virtualenv"
@@ -17,6 +19,9 @@ nox.options.reuse_venv = "yes"
 BOUND_BY_A_PAIR = re.compile(
     r"(torch|lightning|pytorch-lightning|triton|setuptools|packaging|fsspec|nvidia-.*|cuda-.*)=="
 )
+
+# The extras that users install; the others are for development.
+EXTRAS = ("cli", "pytest", "recipes")
 
 # The same of a version of transformers; 4.57 needs an older huggingface_hub and tokenizers.
 BOUND_BY_TRANSFORMERS = re.compile(r"(transformers|huggingface_hub|tokenizers|datasets|packaging)==")
@@ -34,15 +39,22 @@ BOUND_BY_TRANSFORMERS = re.compile(r"(transformers|huggingface_hub|tokenizers|da
     ],
 )
 def tests(session: nox.Session, torch: str, lightning: str) -> None:
-    """Run the everyday tests; what follows ``--`` goes to pytest."""
+    """Run the everyday tests; what follows ``--`` goes to pytest.
+
+    The oldest pair has the lowest version that ``pyproject.toml`` allows of every other dependency too.
+    """
     pair = f"torch=={torch}", f"lightning=={lightning}", f"pytorch-lightning=={lightning}"
-    session.install("-c", others_than(session, BOUND_BY_A_PAIR), *pair, "-e", ".[test,recipes]")
+    lowest = [] if torch != "2.11.0" else [one for one in lower_bounds() if not BOUND_BY_A_PAIR.match(one)]
+    bound = "|".join([BOUND_BY_A_PAIR.pattern, *(re.escape(one.partition("==")[0] + "==") for one in lowest)])
+    others = others_than(session, re.compile(bound, re.IGNORECASE))
+    session.install("-c", others, *pair, *lowest, "-e", ".[test,recipes]")
     session.run(
         "python", "-m", "pytest", "-n", "2", "--dist", "worksteal", *session.posargs, env={"OMP_NUM_THREADS": "1"}
     )
 
 
-HF_TESTS = ("tests/e2e/test_huggingface.py", "tests/e2e/test_accelerate.py")
+_HF_FILES = ("huggingface", "transformers_models", "accelerate", "ways_in")
+HF_TESTS = tuple(f"tests/e2e/test_{name}.py" for name in _HF_FILES)
 
 
 @nox.session
@@ -63,6 +75,19 @@ def hf(session: nox.Session, packages: str) -> None:
         *("python", "-m", "pytest", "-m", "not soak", "-n", "2", *HF_TESTS, *session.posargs),
         env={"OMP_NUM_THREADS": "1"},
     )
+
+
+def lower_bounds() -> list[str]:
+    """Return the lowest versions that the package and its extras for users allow: "numpy==1.26"."""
+    project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+    texts = [*project["dependencies"]]
+    texts += [text for extra in EXTRAS for text in project["optional-dependencies"][extra]]
+    lowest = []
+    for text in texts:
+        requirement = Requirement(text)
+        (version,) = (one.version for one in requirement.specifier if one.operator == ">=")
+        lowest.append(f"{requirement.name}=={version}")
+    return lowest
 
 
 def others_than(session: nox.Session, bound: re.Pattern[str]) -> str:

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from det_callbacks.digest.state import StateDigest, digest_state
     from det_callbacks.integrations.lightning import DeterminismCallback, ReplicaAuditCallback, prove_resume
     from det_callbacks.integrations.loop import TrainingRun
+    from det_callbacks.numerics.batch_report import BatchInvarianceError, BatchInvarianceReport, BatchOp
+    from det_callbacks.numerics.batches import check_batch_invariance
     from det_callbacks.numerics.modules import compare_compiled, compare_modules
     from det_callbacks.numerics.result import NumericsError, NumericsReport, TensorComparison
     from det_callbacks.observers.context import ObserverContext
@@ -60,6 +62,9 @@ __all__ = [
     "AuditError",
     "AuditFinding",
     "AuditReport",
+    "BatchInvarianceError",
+    "BatchInvarianceReport",
+    "BatchOp",
     "BitwiseEquivalenceMode",
     "CheckpointFormatError",
     "CheckpointMismatchError",
@@ -109,6 +114,7 @@ __all__ = [
     "UnsupportedVersionError",
     "Verdict",
     "WriteError",
+    "check_batch_invariance",
     "check_checkpoint",
     "compare_compiled",
     "compare_modules",
@@ -134,6 +140,8 @@ _HOMES = {
     "det_callbacks.digest.state": ("StateDigest", "digest_state"),
     "det_callbacks.audit.equivalence": ("BitwiseEquivalenceMode",),
     "det_callbacks.verify.judge": ("compare_runs",),
+    "det_callbacks.numerics.batch_report": ("BatchInvarianceError", "BatchInvarianceReport", "BatchOp"),
+    "det_callbacks.numerics.batches": ("check_batch_invariance",),
     "det_callbacks.numerics.modules": ("compare_compiled", "compare_modules"),
     "det_callbacks.numerics.result": ("NumericsError", "NumericsReport", "TensorComparison"),
     "det_callbacks.observers.context": ("ObserverContext",),

@@ -9,6 +9,7 @@ comparable. An error that carries a report is defined next to the report, in the
       AuditError                  1  audit/result.py
       EquivalenceError            1  audit/result.py
       NumericsError               1  numerics/result.py
+      BatchInvarianceError        1  numerics/batch_report.py
       ReplicaError                1  ranks/replicas.py
       CheckpointMismatchError     1
       CheckpointFormatError       2

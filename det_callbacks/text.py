@@ -17,10 +17,12 @@ def visible(text: str) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """Return "1 step", "1,234 steps", "2 entries"."""
+    """Return "1 step", "1,234 steps", "2 entries", "3 batches"."""
     if number == 1:
         return f"1 {noun}"
-    return f"{number:,} {noun[:-1]}ies" if noun.endswith("ry") else f"{number:,} {noun}s"
+    if noun.endswith("ry"):
+        return f"{number:,} {noun[:-1]}ies"
+    return f"{number:,} {noun}{'es' if noun.endswith('ch') else 's'}"
 
 
 def size(num_bytes: int) -> str:

@@ -50,7 +50,7 @@ TrailKind = Literal[
     "metric",
 ]
 
-Restored = Literal["restored", "differs", "missing"]
+Restored = Literal["restored", "differs", "missing", "exchanged", "reseeded"]
 
 EXIT_CODES: Mapping[str, int] = {"match": 0, "diverged": 1, "not_comparable": 3}
 
@@ -380,17 +380,25 @@ class Resume:
     Attributes:
         step: its first step, counted from 0.
         how: "given" by the program, or "found": the run began with parameters that the step before had left.
-        restored: for parameters, buffers, optimizer (its state), data (the batch of the step) and each of the
-            generators: "restored" if it is the reference's, "differs" or "missing"; only what was recorded.
+        restored: for each part of the state that was recorded, "restored" if it is the reference's, "differs",
+            "missing", "exchanged" (the reference's bits of another parameter) or "reseeded" (with a different seed):
+            parameters; buffers; optimizer, for each of its states; options of the optimizer that differ, such as lr;
+            further state (schedulers, a gradient scaler, callbacks); generators that the reference has drawn from;
+            gradients accumulated before the step, if they are missing; data (the batch of the step).
+        of_step: for data and generators that differ, the step of the reference that had what this run began with;
+            for data it is ``step`` if the same samples were drawn, and their content differs.
+        framework: what trained: "torch" (no framework), "lightning", "transformers" or "accelerate".
 
     Examples:
         >>> compare_runs("refs/run1", "verified").resume
-        Resume(step=400, how='found', restored={'parameters': 'restored', 'optimizer': 'missing', 'data': 'differs'})
+        Resume(step=400, how='found', restored={'parameters': 'restored', 'data': 'differs'}, of_step={'data': 0}, ...)
     """
 
     step: int
     how: Literal["given", "found"]
     restored: Mapping[str, Restored | Mapping[str, Restored]]
+    of_step: Mapping[str, int] = field(default_factory=dict)
+    framework: str = "torch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -479,7 +487,10 @@ class Verdict:
             raise ValueError(f"it is not a verdict of schema {VERDICT_SCHEMA}")
         environment = content.get("environment")
         differences = environment.get("differences") if isinstance(environment, Mapping) else None
-        return msgspec.convert({**content, "environment": differences}, cls)
+        try:
+            return msgspec.convert({**content, "environment": differences}, cls)
+        except msgspec.ValidationError as error:  # no ValueError in msgspec 0.19
+            raise ValueError(str(error)) from error
 
 
 def as_json(data: object) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Processes that are forked: importing what a training needs takes longer than the test."""
 
+import gc
 import os
 import runpy
 import sys
@@ -32,6 +33,7 @@ def fork_process(
     """Run ``python SCRIPT ...`` in a fork, as ``run_process`` does in a fresh process; ``output`` gets what is said."""
 
     def body() -> None:
+        gc.freeze()  # what this process made is not the script's
         os.chdir(folder or ".")
         for name in set(os.environ) - set(variables):
             del os.environ[name]

@@ -9,6 +9,7 @@ import re
 import sys
 import tokenize
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from proselint import checks
@@ -116,10 +117,15 @@ def texts(paths: Sequence[str]) -> Iterator[tuple[str, str]]:
                 yield str(file), prose_of_python(file.read_text())
 
 
-def main(paths: Sequence[str]) -> int:
-    if not CheckRegistry().checks:
+def check(text: tuple[str, str]) -> list[tuple[str, int, str]]:
+    if not CheckRegistry().checks:  # once in each process
         CheckRegistry().register_many(checks.__register__)
-    found = [(name, line, message) for name, prose in texts(paths) for line, message in found_in(name, prose)]
+    return [(text[0], line, message) for line, message in found_in(*text)]
+
+
+def main(paths: Sequence[str]) -> int:
+    with ProcessPoolExecutor() as pool:
+        found = [one for each in pool.map(check, texts(paths), chunksize=8) for one in each]
     for name, line, message in found:
         print(f"{name}:{line}: {message}")
     return 1 if found else 0

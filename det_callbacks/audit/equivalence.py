@@ -11,7 +11,6 @@ import torch
 from torch import Generator, Tensor, nn
 
 from det_callbacks.audit.result import EquivalenceError, OpMismatch
-from det_callbacks.environment.rng import RewindPoint, is_capturing
 from det_callbacks.errors import CoverageWarning, DetCallbacksError, TraceError
 from det_callbacks.internals.torch import (
     TORCH,
@@ -24,6 +23,7 @@ from det_callbacks.internals.torch import (
     without_modes,
 )
 from det_callbacks.runs.selection import Selection
+from det_callbacks.settings.generators import RewindPoint, is_capturing
 from det_callbacks.trace.attribution.engine import source_of
 from det_callbacks.trace.attribution.places import Places
 from det_callbacks.trace.dispatch import TAKE_APART, DispatchMode

@@ -4,16 +4,17 @@ from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from det_callbacks.causes.generators import (
-    RESUME_EXACTLY,
     advise_draws,
     consumed,
     moved_before,
+    restore_generators,
     show_change,
 )
 from det_callbacks.causes.graph import Explanation, Graph, Node, Walk
 from det_callbacks.causes.sentences import source_name
 from det_callbacks.causes.settings import dtype_setting, setting_node
-from det_callbacks.text import capitalised, listed
+from det_callbacks.compare.evidence import BatchChange
+from det_callbacks.text import capitalised, count, listed
 
 DataChange = Literal[
     "transformed",  # the loader's output matches
@@ -41,6 +42,9 @@ _TODO: Mapping[DataChange, str] = {
 _UNRECORDED = (
     "No DataLoader gave the batch, and the recorded generators match, so it comes from something that was not "
     "recorded: a separate generator (numpy.random.default_rng() without a seed), an environment, or a file"
+)
+_SHUFFLE = (
+    "What shuffles the data (a generator, a seed, set_epoch) has to be restored to what it was when the epoch began"
 )
 _EPOCH = {"epoch end", "epoch start"}
 _TORCH_CPU = "torch.cpu"  # torch's generator of the process
@@ -147,10 +151,11 @@ def drawn_before_data(graph: Graph, walk: Walk) -> Explanation | None:
     if not graph.is_resumed or "rng" not in graph.source_phases:
         return None
     # a generator that was not restored shuffles differently, or draws and augments different samples
-    advice = RESUME_EXACTLY if change is None else advise_draws(graph)
-    if not (graph.has_equal_samples or graph.evidence.batch.is_whole):
-        return Explanation(cause="rng", advice=advice)
-    return Explanation(cause="data_order", advice=advice) if _is_shuffle_unrestored(graph) else None
+    advice = restore_generators(graph) if change is None else advise_draws(graph)
+    if graph.has_equal_samples:
+        return Explanation(cause="data_order", advice=advice) if _is_shuffle_unrestored(graph) else None
+    has_place = graph.evidence.batch.is_whole and graph.evidence.batch.has_loader
+    return None if has_place else Explanation(cause="rng", advice=advice)
 
 
 def _is_shuffle_unrestored(graph: Graph) -> bool:
@@ -194,10 +199,10 @@ def _advise(graph: Graph) -> str:
     batch, how = graph.evidence.batch, _data_change(graph)
     changes = [*filter(graph.is_before_step, graph.evidence.generators)]
     if graph.is_resumed and batch.is_whole:
-        return (
-            f"It holds the samples of step {batch.found_at} of the reference, so the position in the data or the "
-            "generator of the shuffle was not restored: skip what was trained, and restore the generator's state"
-        )
+        return f"It holds the samples of step {batch.found_at} of the reference{_place_in_data(batch)}"
+    if graph.is_resumed and how == "drawn" and batch.has_loader:
+        of_stream = ". The state of a stream may lack what waits in its shuffle buffer" * (batch.indices is None)
+        return because(graph, f"Restore the position in the data. {_SHUFFLE}{of_stream}")
     is_unrecorded = how == "drawn" or (how == "other" and not batch.num_same)
     if is_unrecorded and not (batch.has_loader or changes):
         return _UNRECORDED
@@ -216,6 +221,26 @@ def _advise(graph: Graph) -> str:
         return because(graph, _TODO[how])
     why = capitalised(show_change(change, graph.evidence))
     return f"{why}. Give the shuffle the same seed, and draw the same numbers before it"
+
+
+def _place_in_data(batch: BatchChange) -> str:
+    """Return what the place of a batch that a resumed run got says, and what to do, after "of the reference"."""
+    own, place = batch.places
+    if not batch.has_loader:
+        return ", and no DataLoader gave it: restore what it is drawn with, before it is drawn"
+    if batch.is_other_epoch and place == own:
+        return f", at this place in epoch {batch.epoch}, so the order was not restored. {_SHUFFLE}"
+    if batch.is_other_epoch:
+        first = "the first of" if place == 0 else f"at place {place} of"
+        return f", {first} epoch {batch.epoch}. Skip the {count(own, 'trained batch')} of the epoch. {_SHUFFLE}"
+    if place == 0:
+        which = "it" if own == 1 else f"the {own} trained batches"
+        return f", the first of the epoch, so the loader started again: skip {which}"
+    if place < own:
+        which = "the last trained batch was" if own - place == 1 else f"the last {own - place} trained batches were"
+        return f", so {which} loaded again: skip {own} batches of the epoch"
+    number = place - own
+    return f", so {count(number, 'batch')} too many {'was' if number == 1 else 'were'} skipped: skip {own} of the epoch"
 
 
 def batch_lines(graph: Graph) -> list[str]:

@@ -20,11 +20,13 @@ from det_callbacks.text import capitalised, listed
 _OF_ANOTHER_MODEL = (
     "Only the current run has a dropout there, of a model outside the recorded one: compare its train() or eval() mode"
 )
-RESUME_EXACTLY = (
-    "The resume did not restore the generators to what they were before this batch was loaded: save their states with "
-    'the checkpoint, and restore them before the first batch is loaded (in Lightning, resume="exact" does both)'
-)
-
+_RESTORED_WHEN: Mapping[str, str] = {
+    "lightning": ', or pass ckpt_path to fit with resume="exact"',
+    "accelerate": ". load_state restores them, and a loader that starts after it draws from them again: call it once "
+    "the first batch is loaded",
+    "transformers": ". The Trainer restores them after it loads the first batch: let the data set draw from a "
+    "generator that it seeds with the sample's index",
+}
 _VALIDATION = "on_validation_epoch_start on_validation_batch_start on_validation_batch_end on_validation_epoch_end"
 _AFTER: Mapping[str, tuple[str, str, str]] = {
     # point -> our hook in which it is read (callbacks listed after ours are called after it, the others before),
@@ -144,7 +146,7 @@ def advise_draws(graph: Graph) -> str:
     drawn, changes = consumed(graph), graph.evidence.generators
     was_before_fit = any(change.equal_at is None or LOADER in change.points for change in changes)
     if graph.is_resumed and was_before_fit and "rng" in graph.source_phases:
-        return RESUME_EXACTLY
+        return restore_generators(graph)
     if draws_in_one_run(graph):
         module = graph.first.divergence.module
         if module in ("", "?"):
@@ -163,6 +165,13 @@ def advise_draws(graph: Graph) -> str:
     if first in graph.evidence.other_starts and first.seeds is None:
         return f"{capitalised(what)}, so seed Python, NumPy and torch before you build the model"
     return capitalised(what)
+
+
+def restore_generators(graph: Graph) -> str:
+    return (
+        "The resume did not restore the generators to what they were before this batch was loaded: save their states "
+        "with the checkpoint, and restore them before the first batch is loaded"
+    ) + _RESTORED_WHEN.get(graph.framework, "")
 
 
 def draws_in_one_run(graph: Graph) -> bool:

@@ -72,6 +72,8 @@ class Graph:
     unrestored: Sequence[str]  # restored state that differs from what the reference's previous step left
     evidence: Evidence
     shows_rank: bool  # several processes ran
+    framework: str = "torch"  # what trained the current run, see ``framework_of``
+    resumed_at: int | None = None  # the last step, up to this one, with which a run resumed
     is_last: tuple[bool, bool]  # whether the reference, and the current run, recorded no later step of the fit
 
     # what differs

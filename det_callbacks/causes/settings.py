@@ -8,7 +8,7 @@ from det_callbacks.compare.evidence import OptionChange
 from det_callbacks.runs.environment import (
     CONFIGURATION,
     DTYPES,
-    INDUCTOR,
+    OPTION,
     VALIDATION,
     VARIABLE,
     earlier_choice,
@@ -70,11 +70,13 @@ def optimizer_option(graph: Graph, walk: Walk) -> Explanation:
             text=f"{capitalised(listed(changes, '; '))}. {explain_first(graph)}",
             advice=f"The resume did not restore {names}: load the states of the optimizer and of its schedulers",
         )
+    advice = f"Check what sets {names} during the fit: a learning rate scheduler, a callback, or a hook of the module"
+    if graph.resumed_at is not None:
+        advice += f". The run resumed at step {graph.resumed_at}: a scheduler whose state is not loaded counts from 0"
     return Explanation(
         cause="optimizer",
         text=f"{capitalised(listed(changes, '; '))}. {explain_first(graph)}",
-        advice=f"Check what sets {names} during the fit: a learning rate scheduler, a callback, or a hook "
-        "of the module",
+        advice=advice,
     )
 
 
@@ -226,9 +228,10 @@ _AFFECTS: Sequence[tuple[str, Affects]] = (
     ("optimizer.LBFGS.", _updates_by_closure),
     ("optimizer", _updates),
     ("torch.num_threads", _splits_sums),
+    ("torch.backends.", _splits_sums),
     ("settings.", _is_enforced),
     (VARIABLE, _affects_no_step),
-    (INDUCTOR, _affects_no_step),
+    (OPTION, _affects_no_step),
 )
 """By the beginning of a setting's name: the first that fits counts, so longer ones come first.
 

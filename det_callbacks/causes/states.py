@@ -14,6 +14,7 @@ from det_callbacks.causes.sentences import (
 )
 from det_callbacks.causes.settings import begun_before, dtype_setting, explaining_setting, setting_node
 from det_callbacks.compare.differences import RowDifference
+from det_callbacks.compare.resume import lost_gradients
 from det_callbacks.runs.environment import earlier_choice
 from det_callbacks.runs.evidence import AFTER, BATCH_END, BATCH_START, BEFORE, DRAWING, LOADER
 from det_callbacks.runs.program import GRAPH, UNWRITTEN, Site, StepView, TensorLayout, describe_tensor
@@ -51,29 +52,12 @@ def state_reads(graph: Graph, node: Node) -> Iterator[Node]:
 
 def has_lost_state(graph: Graph) -> bool:
     """Return whether a resume left state that differs from the reference's, or lost accumulated gradients."""
-    return graph.is_resumed and bool(_restored(graph) or graph.unrestored or _lost_inputs(graph))
+    return graph.is_resumed and bool(_restored(graph) or graph.unrestored or lost_gradients(graph.difference))
 
 
 def _restored(graph: Graph) -> list[RowDifference]:
     """Return the parameters, buffers and optimizer state that differ when the step starts."""
     return [graph.difference.at(row) for row in graph.difference.starts if graph.is_state(row)]
-
-
-def _lost_inputs(graph: Graph) -> list[str]:
-    """Return the gradients to which the reference adds what they held before the step, and the current run does not.
-
-    A gradient from before is unnamed: its name is that of what the op writes.
-    """
-    difference = graph.difference
-    aligned = {position for position, _ in difference.pairs}
-    found: dict[str, None] = {}
-    for row in (row for row, kind in difference.kinds.items() if kind == "missing"):
-        site = difference.site(row)
-        sites = difference.reference.program.sites
-        is_lost = any(sites[read].role == "input" and read not in aligned for read in site.inputs)
-        if is_lost and site.op and site.name in graph.gradients[0]:
-            found[site.name or ""] = None
-    return [*found]
 
 
 def _is_further_alone(graph: Graph) -> bool:
@@ -231,7 +215,7 @@ def _restore(graph: Graph, names: list[str]) -> str:
 
 
 def _lost_gradients(graph: Graph) -> Explanation | None:
-    names = _lost_inputs(graph)
+    names = lost_gradients(graph.difference)
     if not names:
         return None
     return Explanation(

@@ -60,8 +60,8 @@ def trail_of(graph: Graph, walk: Walk) -> tuple[TrailEntry, ...]:
 
 
 def trail_of_metric(metric: MetricDifference) -> tuple[TrailEntry, ...]:
-    """Return the trail of a metric: the setting that explains it, if one does, and the metric."""
-    found, choice = metric.divergence(), metric.explaining_choice
+    """Return the trail of a metric: the setting or the row that explains it, if one does, and the metric."""
+    found, choice, root = metric.divergence(), metric.explaining_choice, metric.root
     last = TrailEntry(
         kind="metric",
         name=found.name or "",
@@ -73,11 +73,16 @@ def trail_of_metric(metric: MetricDifference) -> tuple[TrailEntry, ...]:
         reference=found.reference_digest,
         current=found.current_digest,
     )
-    if choice is None:
+    if choice is not None:
+        first = replace(last, kind="setting", name=choice.name, moment="", proven=False)
+        values = str(choice.reference), str(choice.current)
+    elif root is not None:
+        row, values = root[0], root[1:]
+        kinds: dict[str, TrailKind] = {"length": "loaded", "generator": "generator", "batch": "batch"}
+        first = replace(last, kind=kinds[row.kind], name=row.of, proven=False)
+    else:
         return (last,)
-    reference, current = str(choice.reference), str(choice.current)
-    first = replace(last, kind="setting", name=choice.name, moment="", proven=False)
-    return replace(first, reference=reference, current=current), last
+    return replace(first, reference=values[0], current=values[1]), last
 
 
 # the rows of the step

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from det_callbacks.checkpoint.entries import Entries, Entry
 from det_callbacks.digest.host import DIGEST_VERSION, digest_bytes, digest_file, format_digest
-from det_callbacks.environment.rng import GeneratorStates
 from det_callbacks.errors import CheckpointFormatError
 from det_callbacks.runs.disk import make_folder, open_to_write, writing
 from det_callbacks.runs.files import MAX_BYTES, read_file
+from det_callbacks.settings.generators import GeneratorStates
 
 SCHEMA = 1
 SIDECAR = ".digests.json"

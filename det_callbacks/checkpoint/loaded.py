@@ -4,8 +4,8 @@ from pathlib import Path
 
 from det_callbacks.checkpoint.check import compare_saved
 from det_callbacks.checkpoint.files import Sidecar, read_sidecar
+from det_callbacks.checkpoint.messages import mismatch_text
 from det_callbacks.errors import CheckpointMismatchError
-from det_callbacks.report.tensors import mismatch_text
 
 
 def require_saved(place: Path) -> Sidecar | None:

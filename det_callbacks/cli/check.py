@@ -21,7 +21,7 @@ from det_callbacks.compare.evidence import read_window
 from det_callbacks.compare.numerics import compare_numerics
 from det_callbacks.compare.record import REPORT_FILE, VERDICT_FILE
 from det_callbacks.compare.rounding import write_rounding
-from det_callbacks.environment.variables import FILL_MEMORY, LAUNCH, NUM_WORKERS, PERTURB, REFUSAL, SEEN
+from det_callbacks.environment.variables import FILL_MEMORY, LAST_STEP, LAUNCH, NUM_WORKERS, PERTURB, REFUSAL, SEEN
 from det_callbacks.errors import CheckError, ReferenceFormatError, RunExistsError
 from det_callbacks.report.console import STYLES, Section, Table, encodable, make_console, print_line, print_report
 from det_callbacks.report.numerics import rounding_sentence
@@ -36,6 +36,7 @@ from det_callbacks.runs.store import Run
 from det_callbacks.verdict import EXIT_CODES, Verdict
 
 RECORDING, PLAIN, PERTURBED = "recording", "plain", "perturbed"
+INTERRUPTED, RESUMED = "interrupted", "resumed"
 FACTORS = ("workers", "threads", "hash-seed", "memory")  # in this order
 GRACE_SECONDS = 20.0  # time for an interrupted script to end
 
@@ -48,6 +49,12 @@ _OF_SCRIPT = {
     "diverged": "the script is not reproducible",
     "not_comparable": "the two runs differ, and so do their machines",
     "failed": "the script could not be checked",
+}
+_OF_RESUME = {
+    "match": "the resume is exact, bit for bit",
+    "diverged": "the resume is not exact",
+    "not_comparable": "the resumed run differs, and so does its machine",
+    "failed": "the resume could not be checked",
 }
 _UNSEEN = (
     "no process told what it did with torch: the Python that trains has no det_callbacks installed, or ignores "
@@ -273,6 +280,8 @@ def verify(options: argparse.Namespace) -> int:
 def check(options: argparse.Namespace) -> int:
     """Run a script twice; print the verdicts other than a match, and a table of the varied factors."""
     script, vary = script_of(options), varied_factors(options)
+    if options.resume is not None or options.until is not None:
+        return _check_resume(script, options)
     if options.numerics:
         return _measure(script, options, vary)
     home = new_folder(options.to, "determinism-check", option="--to")
@@ -297,6 +306,37 @@ def check(options: argparse.Namespace) -> int:
         facts += "; the script sets no seed: add --seed 0"
     if names := [run.name for run in runs[2:] if run.outcome == "diverged"]:
         facts += f"; its results depend on {', '.join(names)}"
+    return _end("check", runs, f"; {facts}; kept in {home}")
+
+
+def _check_resume(script: Script, options: argparse.Namespace) -> int:
+    """Record a script, and verify the command that resumes it from a checkpoint, or refuse that it resumed."""
+    words = shlex.split(options.resume or "")
+    if not words or options.vary or options.numerics:
+        raise CheckError(
+            'check --resume "COMMAND" -- PROGRAM needs the command that resumes the program. --until goes with it, '
+            "--vary and --numerics do not: run them one after the other."
+        )
+    home = new_folder(options.to, "determinism-check", option="--to")
+    reference = home / "reference"
+    runs = [script.record(reference, output=home / f"{RECORDING}.txt")]
+    if options.until is not None and not runs[0].reason:
+        arguments, variables = {**script.arguments, "steps": "common"}, {LAST_STEP: str(options.until)}
+        again = replace(script, name=INTERRUPTED, change=f"after step {options.until}", arguments=arguments)
+        again = replace(again, variables={**script.variables, **variables})
+        runs.append(again.verify(reference, home / INTERRUPTED, home / f"{INTERRUPTED}.txt"))
+    if runs[-1].outcome in ("recorded", "match"):
+        resumed = replace(script, words=words, name=RESUMED, change="from a checkpoint")
+        done = resumed.verify(reference, home / RESUMED, home / f"{RESUMED}.txt")
+        if done.verdict is not None and done.verdict.resume is None:
+            reason = f"It did not begin with the state that a step of {shlex.join(script.words)} left"
+            outcome = "failed" if done.outcome == "match" else done.outcome
+            done = replace(done, outcome=outcome, reason=f"{reason}, so it resumed from no checkpoint of it")
+        runs.append(done)
+    print_outputs(runs, is_verbose=options.verbose)
+    verdict = runs[-1].verdict
+    print_report([Section(), *([] if verdict is None else verdict_report(verdict)), Section()])
+    facts = _OF_RESUME[runs[-1].outcome] if runs[-1].name == RESUMED else _OF_SCRIPT[runs[-1].outcome]
     return _end("check", runs, f"; {facts}; kept in {home}")
 
 

@@ -1,8 +1,11 @@
 """The commands that read runs and this machine; each returns its exit status."""
 
 import argparse
+import os
+from pathlib import Path
 
-from det_callbacks.cli.export import export_run
+from det_callbacks.checkpoint.messages import checkpoint_report
+from det_callbacks.cli.export import export_run, export_trace
 from det_callbacks.cli.found import print_found
 from det_callbacks.environment.nondeterminism import read_op_facts
 from det_callbacks.errors import SelectionError
@@ -19,7 +22,6 @@ from det_callbacks.report.run import (
     step_report,
     step_to_dict,
 )
-from det_callbacks.report.tensors import checkpoint_report
 from det_callbacks.report.verdict import verdict_report
 from det_callbacks.runs.store import Run
 from det_callbacks.text import count, size
@@ -72,9 +74,14 @@ def findings(options: argparse.Namespace) -> int:
 
 
 def export(options: argparse.Namespace) -> int:
-    done = export_run(options.run_folder, options.to)
+    is_trace = options.to == "perfetto"
+    name = f"{Path(os.path.abspath(options.run_folder)).name}.perfetto.json"
+    done = export_trace(options.run_folder, name) if is_trace else export_run(options.run_folder, options.to)
     note = f"\nThe run is incomplete: {done.incomplete_reason}" if done.incomplete_reason else ""
-    print_line(make_console(), f"{done.path}: {count(done.num_rows, 'row')}, {size(done.num_bytes)}{note}")
+    print_line(
+        make_console(),
+        f"{done.path}: {count(done.num_rows, 'event' if is_trace else 'row')}, {size(done.num_bytes)}{note}",
+    )
     return 0
 
 

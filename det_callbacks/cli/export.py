@@ -1,18 +1,22 @@
-"""Exports a run as a Parquet data set: one row per site and step, partitioned by rank."""
+"""Exports a run: as a Parquet data set, one row per site and step, partitioned by rank; or as a trace for Perfetto."""
 
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from det_callbacks.compare.record import VERDICT_FILE
 from det_callbacks.errors import ExportError
-from det_callbacks.runs.disk import list_folder, writing
+from det_callbacks.runs.disk import list_folder, open_to_write, writing
+from det_callbacks.runs.files import READ_ERRORS, damaged, read_file
+from det_callbacks.runs.program import Site
 from det_callbacks.runs.store import Run
 
 _TEXT = pa.dictionary(pa.int32(), pa.string())
@@ -48,10 +52,8 @@ def export_run(run_folder: str | Path, to: str | Path) -> Export:
     if os.path.exists(to) and not (to.is_dir() and not list_folder(to, instead=instead)):
         what = "is not empty" if to.is_dir() else "is a file, but a data set is a folder"
         raise ExportError(f"{to} {what}. Nothing was changed. Pass a new or empty folder.", str(to))
-    run = Run.open(run_folder, check_steps=False)
+    run = _open(run_folder, to)
     ranks = [rank for rank in run.ranks if run.rank(rank).num_steps]
-    if not ranks:
-        raise ExportError(f"{run_folder} holds no step, so there is nothing to export. {to} was not created.", str(to))
     temporary = to.with_name(f".{to.name}.{os.getpid()}.tmp")
     try:
         with writing(to, instead=instead):
@@ -63,6 +65,97 @@ def export_run(run_folder: str | Path, to: str | Path) -> Export:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return Export(path=to, num_rows=num_rows, num_bytes=num_bytes, incomplete_reason=run.incomplete_reason)
+
+
+def _open(run_folder: str | Path, to: Path) -> Run:
+    run = Run.open(run_folder, check_steps=False)
+    if not any(run.rank(rank).num_steps for rank in run.ranks):
+        raise ExportError(f"{run_folder} holds no step, so there is nothing to export. {to} was not created.", str(to))
+    return run
+
+
+def export_trace(run_folder: str | Path, to: str | Path) -> Export:
+    """Write a run as a JSON trace: steps, phases, modules and ops as slices, the first divergence as an instant event.
+
+    A run records no times: a site takes one microsecond, in the order of the run.
+    """
+    to = Path(os.path.abspath(to))
+    if os.path.lexists(to):
+        raise ExportError(f"{to} exists. Nothing was changed. Remove it, or start in another folder.", str(to))
+    run = _open(run_folder, to)
+    temporary, num_rows = to.with_name(f".{to.name}.{os.getpid()}.tmp"), 0
+    try:
+        with writing(to, instead="start in another folder"):
+            with open_to_write(temporary, "wb") as file:
+                for event in _events(run):
+                    file.write(b",\n" if num_rows else b'{"traceEvents": [\n')
+                    file.write(json.dumps(event, separators=(",", ":")).encode())
+                    num_rows += 1
+                file.write(b"\n]}\n")
+            temporary.replace(to)
+    finally:
+        with writing(to, instead="start in another folder"):
+            temporary.unlink(missing_ok=True)
+    return Export(path=to, num_rows=num_rows, num_bytes=to.stat().st_size, incomplete_reason=run.incomplete_reason)
+
+
+def _events(run: Run) -> Iterator[Mapping[str, Any]]:
+    first, title, explanation = _first_divergence(run.path)
+    for rank in run.ranks:
+        yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+        steps, now = run.rank(rank), 0
+        places = [(fit, int(step)) for fit in steps.segments for step in steps.steps(fit)]
+        of_first = [place for place in places if (rank, place[1]) == (first.get("rank"), first.get("step"))]
+        for segment, step in places:
+            view, begin = run.view(rank, segment, step), now
+            sites = view.program.sites
+            yield from _slices(f"step {step}", rank, sites, begin)
+            if (segment, step) in of_first[-1:]:
+                found = [index for index, site in enumerate(sites) if _is_at(site, first)]
+                at = {"ts": begin + (found[0] if found else 0), "pid": rank, "tid": 0}
+                yield {"ph": "i", "s": "g", "name": title, **at, "args": {"explanation": explanation}}
+            now += max(1, len(sites))
+
+
+def _slices(step: str, rank: int, sites: tuple[Site, ...], begin: int) -> Iterator[Mapping[str, Any]]:
+    """Yield the slices of a step: a frame lasts while the sites that follow are in it too."""
+    frames = list[tuple[str, int]]()
+    for now, site in enumerate((*sites, None), start=begin):
+        parts = [] if site is None else [step, site.phase, *_modules(site.module)]
+        shared = 0
+        while shared < min(len(parts), len(frames)) and frames[shared][0] == parts[shared]:
+            shared += 1
+        for name, since in reversed(frames[shared:]):
+            yield {"ph": "X", "name": name, "ts": since, "dur": now - since, "pid": rank, "tid": 0}
+        frames = [*frames[:shared], *((name, now) for name in parts[shared:])]
+        if site is not None:
+            about = {"role": site.role, "name": site.name, "source": list(site.source)}
+            name = site.op or site.name or site.role
+            yield {"ph": "X", "name": name, "ts": now, "dur": 1, "pid": rank, "tid": 0, "args": about}
+
+
+def _modules(name: str) -> list[str]:
+    """Return a module and those that hold it: net, net.0, net.0.norm."""
+    parts = name.split(".") if name else []
+    return [".".join(parts[: index + 1]) for index in range(len(parts))]
+
+
+def _is_at(site: Site, divergence: Mapping[str, Any]) -> bool:
+    fields = ("phase", "module", "op", "occurrence", "output", "name")
+    return all(getattr(site, name) == divergence.get(name) for name in fields)
+
+
+def _first_divergence(run: Path) -> tuple[Mapping[str, Any], str, str]:
+    """Return the first divergence, title and explanation of the verdict that a verification left in the run."""
+    file = run / VERDICT_FILE
+    if not file.is_file():
+        return {}, "", ""
+    try:
+        verdict = json.loads(read_file(file))
+        title = f"{verdict['verdict']}: {verdict['cause']}"
+        return dict(verdict["first_divergence"] or {}), title, str(verdict["explanation"])
+    except READ_ERRORS as error:
+        raise damaged(file, error) from error
 
 
 def _write_rank(run: Run, rank: int, path: Path) -> int:
@@ -100,7 +193,7 @@ def _batches(run: Run, rank: int) -> Iterator[pa.RecordBatch]:
         record, attempt = run.view(rank, segment, step).record, steps.file_of(segment, step).attempt
         numbers = (attempt, segment, step, record.epoch, record.chain, record.program_id, record.layout_id)
         columns = [
-            pa.array(np.full(len(record.digests), number, dtype=kind.to_pandas_dtype()))
+            pa.repeat(pa.scalar(number, kind), len(record.digests))
             for number, kind in zip(numbers, _OF_STEP.values(), strict=True)
         ]
         columns += [*of_program(record.program_id, record.layout_id), pa.array(record.digests)]

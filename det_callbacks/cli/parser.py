@@ -198,6 +198,10 @@ _ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
         "metavar": "DIR",
         "help": "folder for the answer (default: a new one in determinism-find)",
     },
+    "--resume": {
+        "metavar": "COMMAND",
+        "help": "record PROGRAM, and verify that this command, which resumes it from a checkpoint, goes on like it",
+    },
     "--until": {"type": _number, "metavar": "STEP", "help": "end each run after this step"},
     "--tries": {
         "type": _number,
@@ -223,10 +227,20 @@ _ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
 }
 SCRIPT_OPTIONS = [*_ARGUMENTS][[*_ARGUMENTS].index("--level") :]
 """Options of commands that start a script, and of pyproject.toml: ``DeterminismCallback`` and settings."""
-_OF_CHECK = "--vary --numerics --to -v/--verbose"
+_OF_CHECK = "--vary --numerics --resume --until --to -v/--verbose"
 _NUMBERS = "--numerics --tolerance --names"
 _OWN_MEANING: Mapping[tuple[str, str], Mapping[str, Any]] = {
-    ("find", "--steps"): {"type": _number, "metavar": "N", "help": "end each run after so many steps"}
+    ("find", "--steps"): {"type": _number, "metavar": "N", "help": "end each run after so many steps"},
+    ("check", "--until"): {
+        "type": _number,
+        "metavar": "STEP",
+        "help": "with --resume: before it, run PROGRAM again, and interrupt it after this step",
+    },
+    ("export", "--to"): {
+        "type": _path,
+        "metavar": "DIR",
+        "help": "new or empty folder to write to; perfetto writes a trace, RUN.perfetto.json, to this folder",
+    },
 }
 _COMMANDS: Mapping[str, tuple[str, str]] = {
     # name -> what it does, and its arguments
@@ -245,7 +259,10 @@ _COMMANDS: Mapping[str, tuple[str, str]] = {
     ),
     "doctor": ("Show which determinism settings are in force; exit 1 if a requested one is not.", "--json --against"),
     "ops": ("Show which ops of the installed torch are nondeterministic, or draw random numbers.", "--json --used-by"),
-    "export": ("Write a run as a Parquet data set for DuckDB, Polars and Spark.", "run_folder --to"),
+    "export": (
+        "Write a run as a Parquet data set for DuckDB, Polars and Spark, or as a trace for Perfetto.",
+        "run_folder --to",
+    ),
     "check-checkpoint": (
         "Compare a checkpoint with its digests, or with another checkpoint.",
         "checkpoint other --json",

@@ -88,6 +88,16 @@ def align(reference: StepView, current: StepView) -> Alignment:
     return Alignment(reference=table[:, 0], current=table[:, 1], reordered=reordered)
 
 
+def match_keys(reference: Sequence[Hashable], current: Sequence[Hashable]) -> Pairs:
+    """Return the indices of matching keys of two sequences, which are in order in both."""
+    interned: dict[Hashable, int] = {}
+    reference_keys = [interned.setdefault(key, len(interned)) for key in reference]
+    current_keys = [interned.setdefault(key, len(interned)) for key in current]
+    whole = Gap(range(len(reference)), range(len(current)))
+    pairs, middle = _trim(reference_keys, current_keys, whole, suffix_first=False)
+    return sorted(pairs + _match_blocks(reference_keys, current_keys, middle))
+
+
 class _Unit(NamedTuple):
     input_rows: range
     rows: range  # outputs of a call, or a named row; a call without outputs has its argument row here

@@ -1,6 +1,7 @@
 """What the evidence of two runs shows about a difference: draws from generators, and samples."""
 
 import json
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -102,6 +103,9 @@ class BatchChange:
     is_loaded_alike: bool | None = None  # the loaders' output matches
     found_at: int | None = None  # step of the reference with samples of this batch
     is_whole: bool = False  # that batch holds all of them
+    epoch: int = 0  # of that step
+    is_other_epoch: bool = False  # not that of the step that differs
+    places: tuple[int, int] = (0, 0)  # of the step that differs and of that step, in their epochs
     was_searched: bool = False
     num_samples: int = 0  # that the current run recorded of the batch
     num_same: int = 0  # of these, the ones that the reference's batch of the same step has
@@ -154,14 +158,17 @@ def find_evidence(reference: Run, current: Run, difference: StepDifference) -> E
     if reference_window is None or current_window is None:
         return Evidence()
     has_other_batch = any(difference.site(row).phase == "data" for row in difference.starting("outside"))
-    evidence = compare_windows(reference_window, current_window, step, has_other_batch=has_other_batch)
+    is_resumed = (difference.segment, step) in current.resumed_steps
+    evidence = compare_windows(
+        reference_window, current_window, step, has_other_batch=has_other_batch, is_resumed=is_resumed
+    )
     if not has_other_batch:
         return evidence
     reference_samples, current_samples = reference_window.samples(step), current_window.samples(step)
     new_samples = [sample for sample in current_samples if sample not in reference_samples][:MAX_SEARCHED]
-    found_at, is_whole = None, False
+    found: dict[str, Any] = {}
     if new_samples:
-        found_at, is_whole = _find_samples(reference, *place, new_samples=new_samples, samples=current_samples)
+        found = _find_samples(reference, *place, new_samples=new_samples, samples=current_samples)
     is_loaded_alike = _is_loaded_alike(
         (reference_window, difference.reference),
         (current_window, difference.current),
@@ -170,8 +177,7 @@ def find_evidence(reference: Run, current: Run, difference: StepDifference) -> E
         evidence.batch,
         is_loaded_alike=is_loaded_alike,
         was_searched=bool(new_samples),
-        found_at=found_at,
-        is_whole=is_whole,
+        **found,
         num_samples=len(current_samples),
         num_same=sum(sample in reference_samples for sample in current_samples),
     )
@@ -220,7 +226,7 @@ def read_window(run: Run, rank: int, segment: int, step: int) -> Window | None:
         is_recent = steps >= (since or 0)
         return np.asarray((steps <= step) & (is_recent | is_kept_until_changed))
 
-    return gather_window(_read_rows(run, rank, segment, step, is_wanted), since=since)
+    return gather_window(read_rows(run, rank, segment, step, is_wanted), since=since)
 
 
 def gather_window(rows: Iterable[EvidenceRow], *, since: int | None) -> Window | None:
@@ -283,44 +289,66 @@ def from_batch_start(rows: Iterable[EvidenceRow]) -> Iterator[EvidenceRow]:
 
 def _find_samples(
     run: Run, rank: int, segment: int, step: int, *, new_samples: Sequence[int], samples: Sequence[int]
-) -> tuple[int | None, bool]:
-    """Return the first step that has all these samples, and True; else the first with one of ``new_samples``.
+) -> dict[str, Any]:
+    """Return what a BatchChange says of a step that has all these samples, or one of ``new_samples``, or {}.
 
-    (None, False) if less than ``MIN_FOUND`` of the new samples are in the attempt.
+    It is a step of the same epoch rather than of another one, and then the first. {} if less than ``MIN_FOUND`` of
+    the new samples are in the attempt.
     """
     steps: defaultdict[int, set[int]] = defaultdict(set)
     values = np.array(samples, dtype=np.uint64)
-    rows = _read_rows(run, rank, segment, step, lambda batch: np.isin(batch.column("value").to_numpy(), values))
+    rows = read_rows(run, rank, segment, step, lambda batch: np.isin(batch.column("value").to_numpy(), values))
     for row in rows:
         if row.kind == "sample":
             steps[row.value].add(row.step)
     found = [steps[value] for value in new_samples if value in steps]
     if not found or len(found) < MIN_FOUND * len(new_samples):
-        return None, False
+        return {}
     steps_with_all = set.intersection(*(steps[value] for value in samples))
-    if steps_with_all:
-        return min(steps_with_all), True
-    return min(set.union(*found)), False
+    known = run.rank(rank).steps(segment).tolist()
+
+    def epoch_of(one: int) -> int:
+        return run.rank(rank).read(segment, one).epoch
+
+    own = epoch_of(step)
+    found_at = min(steps_with_all or set.union(*found), key=lambda one: (epoch_of(one) != own, one))
+    epoch = epoch_of(found_at)
+    places = (known.index(step), own), (known.index(found_at), epoch)
+    own_place, place = (at - bisect_left(known, one, key=epoch_of) for at, one in places)
+    return {
+        "found_at": found_at,
+        "is_whole": bool(steps_with_all),
+        "epoch": epoch,
+        "is_other_epoch": epoch != own,
+        "places": (own_place, place),
+    }
 
 
-def _read_rows(
+def read_rows(
     run: Run, rank: int, segment: int, step: int, is_wanted: Callable[[pa.RecordBatch], np.ndarray]
 ) -> Iterator[EvidenceRow]:
     path = evidence_path(run.rank(rank).file_of(segment, step).path)
     return read_evidence(path, run_id=run.manifest.run_id, keep=is_wanted)
 
 
-def compare_windows(reference: Window, current: Window, step: int, *, has_other_batch: bool = False) -> Evidence:
-    """Return what differs; a generator that was restored before the step only matters if the batch differs."""
+def compare_windows(
+    reference: Window, current: Window, step: int, *, has_other_batch: bool = False, is_resumed: bool = False
+) -> Evidence:
+    """Return what differs; a generator that was restored before the step only matters if the batch differs.
+
+    At a resume it does not matter for the order of the samples either, which the position in the data determines.
+    """
+    batch = _batch_change(reference, current, step)
+    counts_earlier = has_other_batch and not (is_resumed and batch.indices not in (None, "same"))
     generators = dict.fromkeys(row.of for row in current.rows if row.kind == "generator")
-    found = (_generator_change(reference, current, step, name, counts_earlier=has_other_batch) for name in generators)
+    found = (_generator_change(reference, current, step, name, counts_earlier=counts_earlier) for name in generators)
     changes = [change for change in found if change is not None]
     last_row = {(row.step, row.moment): index for index, row in enumerate(current.rows)}
     changes.sort(key=lambda change: last_row.get(change.differs_at, len(last_row)))
     return Evidence(
         generators=tuple(changes),
         idle=tuple(_idle_generators(reference, current, step, moved={change.name for change in changes})),
-        batch=_batch_change(reference, current, step),
+        batch=batch,
         hooks=current.hooks,
         moments=tuple(dict.fromkeys((row.step, row.moment) for row in current.rows if row.moment)),
         constants=reference.constants & current.constants,
@@ -358,8 +386,9 @@ def _generator_change(
     Unless ``counts_earlier``, a state that matches when the step begins ends what differed before it.
     """
     reference_states, current_states = reference.states(name, step), current.states(name, step)
-    reference_points, current_points = [row.moment for row in reference_states], [row.moment for row in current_states]
-    blocks = SequenceMatcher(None, reference_points, current_points, autojunk=False).get_matching_blocks()
+    # with their steps, since a run may have resumed at this one
+    places = [row[:2] for row in reference_states], [row[:2] for row in current_states]
+    blocks = SequenceMatcher(None, *places, autojunk=False).get_matching_blocks()
     pairs = [(block.a + offset, block.b + offset) for block in blocks for offset in range(block.size)]
     differs = [
         reference_states[reference_index].value != current_states[current_index].value
@@ -381,8 +410,8 @@ def _generator_change(
     equal_state = current_states[current_equal_index]
     was_idle = equal_state.value == IDLE
     is_drawn_in_both = was_idle and IDLE not in (reference_state.value, current_state.value)
-    reference_between = reference_points[reference_equal_index + 1 : reference_index]
-    current_between = current_points[current_equal_index + 1 : current_index]
+    reference_between = [point for _, point in places[0][reference_equal_index + 1 : reference_index]]
+    current_between = [point for _, point in places[1][current_equal_index + 1 : current_index]]
     only_reference = tuple(point for point in reference_between if point not in current_between)
     return replace(
         change,

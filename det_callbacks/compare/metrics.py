@@ -4,18 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from det_callbacks.runs.environment import VALIDATION, earlier_choice
-from det_callbacks.runs.metrics import CALLS, Metric, Reading, Readings
+from det_callbacks.runs.metrics import CALLS, Metric, Reading, Readings, ReadRow
 from det_callbacks.verdict import Cause, Divergence, EnvironmentDifference, Kind
 
-GENERATOR_STATE, LENGTH, FIRST_BATCH = "generator ", "samples of ", "first batch of "
-OTHER_HOOKS = "on_train_epoch_start"
-"""Prefixes of the names in ``Reading.evidence``; the last if a resumed process ran different hooks at its start."""
-
-_CAUSES: tuple[tuple[str, Cause], ...] = (
-    (LENGTH, "data_content"),
-    (GENERATOR_STATE, "rng"),
-    (FIRST_BATCH, "data_content"),
-)
+# the cause if rows of a kind differ, the first one that does; a generator may have made the batch
+_CAUSES: Mapping[str, Cause] = {"length": "data_content", "generator": "rng", "batch": "data_content"}
 _CHOICES: Mapping[str, Sequence[str]] = {
     # where a metric is read -> settings that determine how often and from which data it is computed
     "validation": VALIDATION,
@@ -57,30 +50,42 @@ class MetricDifference:
         return at >= 0 if step is None else step <= 1 + at and self.explaining_choice is None
 
     @property
-    def evidence(self) -> list[tuple[str, str, str]]:
-        """The evidence that differs with it: name, value in the reference, value in the current run."""
-        reference, current = (reading.evidence for reading in self.readings)
-        rows = ((name, reference.get(name, "none"), current.get(name, "none")) for name in {**current, **reference})
-        return [row for row in rows if row[1] != row[2]] if self.kind == "content" else []
+    def differing_reads(self) -> list[tuple[ReadRow, str, str]]:
+        """What it depends on and differs, with the value of each run."""
+        if self.kind != "content":
+            return []
+        reference, current = ({row[:2]: row for row in reading.reads} for reading in self.readings)
+        found = []
+        for place, row in {**current, **reference}.items():
+            before, now = (known[place].value if place in known else "none" for known in (reference, current))
+            if before != now:
+                found.append((row, before, now))
+        return found
 
     @property
-    def known_reason(self) -> tuple[Cause, str]:
-        """The cause, and the name of its evidence or ""."""
-        names = [name for name, *_ in self.evidence]
-        found = ((cause, name) for kind, cause in _CAUSES for name in names if name.startswith(kind))
-        return next(found, ("unknown" if self.kind == "content" else "structure", ""))
+    def root(self) -> tuple[ReadRow, str, str] | None:
+        """The row among ``differing_reads`` that it depends on, if any."""
+        kinds = [*_CAUSES]
+        found = [entry for entry in self.differing_reads if entry[0].kind in kinds]
+        return min(found, key=lambda entry: kinds.index(entry[0].kind), default=None)
 
     @property
     def explaining_choice(self) -> EnvironmentDifference | None:
         """The setting that explains it, unless different data do."""
-        names = () if self.known_reason[0] == "data_content" else _CHOICES.get(self.readings[1].where, ())
-        return next((one for one in self.choices if one.name in names), None)
+        if self.root is not None and _CAUSES[self.root[0].kind] == "data_content":
+            return None
+        names = _CHOICES.get(self.readings[1].where, ())
+        return next((choice for choice in self.choices if choice.name in names), None)
 
     @property
     def cause(self) -> Cause:
-        known = self.known_reason[0]
-        is_explained = known == "unknown" and self.is_after_gap and earlier_choice(self.choices) is not None
-        return "settings" if is_explained or self.explaining_choice is not None else known
+        if self.explaining_choice is not None:
+            return "settings"
+        if self.root is not None:
+            return _CAUSES[self.root[0].kind]
+        if self.kind != "content":
+            return "structure"
+        return "settings" if self.is_after_gap and earlier_choice(self.choices) is not None else "unknown"
 
     def divergence(self) -> Divergence:
         reference, current = self.values
@@ -168,7 +173,8 @@ class MetricComparison:
                 and reference_metric.bits == current_metric.bits
             ):
                 continue
-            if None in (reference_metric, current_metric) and OTHER_HOOKS in {**reference.evidence, **current.evidence}:
+            has_other_hook = any(row.kind == "hook" for row in (*reference.reads, *current.reads))
+            if None in (reference_metric, current_metric) and has_other_hook:
                 continue  # only one run may have run the hook that logs it
             self.num_differing += 1
             found = MetricDifference(

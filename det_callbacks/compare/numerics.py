@@ -8,9 +8,8 @@ partner, takes the error of its inputs; if an op behind it jumps, the change sta
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
-from dataclasses import fields as dataclass_fields
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass, fields, replace
 from math import inf, prod
 from typing import Any, NamedTuple
 
@@ -25,12 +24,14 @@ from det_callbacks.digest.numbers import Measure, can_measure, coarser, epsilon
 from det_callbacks.errors import NothingComparedError, SelectionError
 from det_callbacks.runs.program import StepView
 from det_callbacks.runs.store import Run
-from det_callbacks.tensors.files import KEPT, SavedStep, SavedTensor, measure_saved
+from det_callbacks.tensors.files import KEPT, SavedStep, SavedTensor, key_of, measure_saved
 from det_callbacks.verdict import Divergence, Numerics, SiteNumerics
 
 JUMP = 10.0
 """An op is a jump if it multiplies the error of its inputs by this factor, or adds so many epsilons."""
 
+_NO_MEASURE = Measure(num_elements=0, num_unknown=1, excess=inf)
+"""Of an op that only one run has: there is no partner to measure a distance to."""
 _SUMS = re.compile(r"aten\.(_foreach_)?(sum|mean|add|sub)_?\.")
 _COPIES = re.compile(r"aten\.(_foreach_)?(_to_copy|clone|copy_?)\.")
 
@@ -47,16 +48,13 @@ def compare_numerics(
         ReferenceFormatError: a file of kept tensors is damaged.
     """
     for run in (reference, current):
-        if run.keeps != "all":
+        is_verification = run.keeps != "all"
+        if is_verification or not run.manifest.keep_tensors:
+            problem = "is a verification, which keeps only steps that differ" if is_verification else "kept no tensors"
             raise SelectionError(
-                f"{run.path} is a verification, which keeps only steps that differ, and numerics needs two recordings. "
-                "Record that training with tensors, into another folder, with the same steps and ops as the other run: "
+                f"{run.path} {problem}, so it cannot be measured. Record that training with tensors, into another "
+                "folder, with the same steps and ops as the other run: "
                 "det-callbacks record RUN --only-steps 0 --keep '*' -- python train.py"
-            )
-        if not run.manifest.keep_tensors:
-            raise SelectionError(
-                f"{run.path} kept no tensors, so differences cannot be measured. Record it with tensors, into another "
-                "folder: det-callbacks record RUN --only-steps 0 --keep '*' -- python train.py"
             )
     found, counts, num_default = list[SiteNumerics](), Counter[str](), 0
     starts_before: dict[Place, SiteNumerics] = {}
@@ -78,18 +76,25 @@ def compare_numerics(
             "Record both with the same only_steps and keep_tensors."
         )
     # keep equal samples, since other elements may differ; drop tensors that differ only in the signs of zeros
-    differing = [site for site in found if site.kind != "equal" and (site.absolute != 0 or _is_sample(site))]
+    differing = [
+        site
+        for site in found
+        if site.kind != "equal" and (site.absolute != 0 or site.num_elements < prod(site.shape or ()))
+    ]
     beyond = [site for site in found if not site.within]
     starts = [site for site in beyond if site.is_start]
     jumps = [site for site in starts if site.reads is not None]
     first = min(((site.segment, site.step) for site in jumps), default=None)
-    jumps = sorted((site for site in jumps if (site.segment, site.step) == first), key=_growth, reverse=True)
-    jumps = _after_their_starts(jumps, starts_before)
+    jumps = [site for site in jumps if (site.segment, site.step) == first]
+    jumps.sort(key=lambda site: _or_inf(site.growth), reverse=True)
+    # an op that only one run has comes directly before the first jump behind it
+    listed = (site for jump in jumps for site in (starts_before.get(place_of(jump)), jump) if site is not None)
+    jumps = [*dict.fromkeys(listed)]
     return Numerics(
         conclusion="change" if starts else "rounding" if differing else "none",
         tolerance=str(tolerance.path) if tolerance is not None else "torch.testing",
         first_jump=jumps[0] if jumps else None,
-        worst=max(differing, key=_excess, default=None),
+        worst=max(differing, key=lambda site: _or_inf(site.excess), default=None),
         num_differing=len(differing),
         num_beyond=len(beyond),
         num_default=num_default,
@@ -99,29 +104,8 @@ def compare_numerics(
     )
 
 
-def _after_their_starts(
-    jumps: Sequence[SiteNumerics], starts_before: Mapping[Place, SiteNumerics]
-) -> list[SiteNumerics]:
-    """Return the jumps; the first one behind an op that only one run has comes directly after that op."""
-    found: list[SiteNumerics] = []
-    for jump in jumps:
-        start = starts_before.get(place_of(jump))
-        if start is not None and start not in found:
-            found.append(start)
-        found.append(jump)
-    return found
-
-
-def _is_sample(site: SiteNumerics) -> bool:
-    return site.num_elements < prod(site.shape or ())
-
-
-def _growth(site: SiteNumerics) -> float:
-    return inf if site.growth is None else site.growth
-
-
-def _excess(site: SiteNumerics) -> float:
-    return inf if site.excess is None else site.excess
+def _or_inf(size: float | None) -> float:
+    return inf if size is None else size
 
 
 def _common_steps(reference: Run, current: Run) -> Iterator[tuple[list[StepView], list[SavedStep]]]:
@@ -140,7 +124,7 @@ def kept_sites(view: StepView, saved: SavedStep) -> dict[int, str]:
     """Return the keys of kept tensors by position; leave out sites whose bits are not those kept."""
     found = {}
     for position, site in enumerate(view.program.sites):
-        key = f"{site.phase}/{site.module}:{site.op}#{site.occurrence}.{site.output}"
+        key = key_of(site)
         digest = format_digest(int(view.record.digests[position]))
         if site.role == "output" and saved.entries.get(key, {}).get("site_digest") == digest:
             found[position] = key
@@ -183,8 +167,8 @@ class _Carried:
 
     def note(self, positions: Sequence[int], row: _Row) -> None:
         if (known := row.measure) is not None:
-            relative, absolute = (inf if size is None else size for size in (known.relative, known.absolute))
-            self._known.update(dict.fromkeys(positions, _Error(relative, absolute)))
+            error = _Error(_or_inf(known.relative), _or_inf(known.absolute))
+            self._known.update(dict.fromkeys(positions, error))
 
     def carry(self) -> None:
         """Compute the errors of all sites in order."""
@@ -248,7 +232,7 @@ class _StepNumerics:
         kept = sorted((row for row in rows if row.divergence is not None), key=lambda row: row.positions[1][0])
         sites = [self._site(row, sides) for row in kept]
         # with unknown inputs, nothing shows that the error is rounding
-        changed = [not site.within and (site.reads is None or _growth(site) >= JUMP) for site in sites]
+        changed = [not site.within and (site.reads is None or _or_inf(site.growth) >= JUMP) for site in sites]
         tainted = [set[int](), set[int]()]  # positions that a change has reached, including the change
         for number, (view, reached) in enumerate(zip(self._views, tainted, strict=True)):
             starts = [row.positions[number] for row, is_changed in zip(kept, changed, strict=True) if is_changed]
@@ -289,24 +273,9 @@ class _StepNumerics:
             copies = between - {*candidates}
             readers = (at for at in candidates if any(it in paired or it in copies for it in sites[at].inputs))
             position = next(readers, candidates[0])
-            return self._not_compared(self._difference.describe(row_of[position]), sides[number].read(position))
+            read = sides[number].read(position)
+            return _site_of(self._difference.describe(row_of[position]), _NO_MEASURE, read, is_start=True)
         return None
-
-    def _not_compared(self, divergence: Divergence, read: _Error) -> SiteNumerics:
-        """Return the start of a change at an op that only one run has: it has no partner to measure a distance to."""
-        return SiteNumerics(
-            **_fields(divergence),
-            ulp=None,
-            relative=None,
-            absolute=None,
-            within=False,
-            excess=None,
-            num_elements=0,
-            reads=read.relative if read.relative < inf else None,
-            growth=None,
-            is_start=True,
-            through=read.through,
-        )
 
     def _reads(self, row: _Row, positions: Sequence[set[int]]) -> bool:
         """Return whether a row reads any of these positions, on either side."""
@@ -338,11 +307,9 @@ class _StepNumerics:
             if not all(is_kept):
                 self.not_compared["of fused modules, and not all of them kept"] += 1
                 continue
-            reference_positions, current_positions = group
-            whole_side = 1 if len(current_positions) == 1 else 0
-            whole_place = group[whole_side][0]
-            whole = next(row for row, pair in enumerate(found.pairs) if pair[whole_side] == whole_place)
-            yield self._compared(found.describe(whole), reference_positions, current_positions)
+            of_whole = int(len(group[1]) == 1)
+            whole = next(row for row, pair in enumerate(found.pairs) if pair[of_whole] == group[of_whole][0])
+            yield self._compared(found.describe(whole), *group)
 
     def _equal(self, row: int, *, has_bits: bool) -> _Row:
         positions = self._difference.pairs[row]
@@ -355,13 +322,11 @@ class _StepNumerics:
             is_equal=True,
         )
 
-    def _compared(
-        self, divergence: Divergence, reference_positions: Sequence[int], current_positions: Sequence[int]
-    ) -> _Row:
-        row = _Row(positions=(reference_positions, current_positions))
+    def _compared(self, divergence: Divergence, *positions: Sequence[int]) -> _Row:
+        row = _Row(positions=(positions[0], positions[1]))
         sides = [
-            [self._read(0, position) for position in reference_positions],
-            [self._read(1, position) for position in current_positions],
+            [saved.read(kept[at]) for at in places]
+            for saved, kept, places in zip(self._saved, self._kept, positions, strict=True)
         ]
         whole = min(sides, key=len)[0].shape
         reference, current = (_joined(tensors, whole) for tensors in sides)
@@ -379,9 +344,6 @@ class _StepNumerics:
         self.num_default += self._rounding is not None and bound is None
         return replace(row, divergence=replace(divergence, dtype=coarser(*dtypes)), measure=known)
 
-    def _read(self, side: int, position: int) -> SavedTensor:
-        return self._saved[side].read(self._kept[side][position])
-
     def _site(self, row: _Row, sides: Sequence[_Carried]) -> SiteNumerics:
         divergence, known = row.divergence, row.measure
         if divergence is None or known is None:
@@ -389,23 +351,9 @@ class _StepNumerics:
         read = _largest(
             [side.read(at) for side, positions in zip(sides, row.positions, strict=True) for at in positions]
         )
-        is_known = read.relative < inf
-        fields = _fields(divergence)
-        if row.is_equal:
-            fields["kind"] = "equal"
-        return SiteNumerics(
-            **fields,
-            ulp=known.ulp,
-            relative=known.relative,
-            absolute=known.absolute,
-            within=known.excess <= 1,
-            excess=known.excess if known.excess < inf else None,
-            num_elements=known.num_elements,
-            reads=read.relative if is_known else None,
-            growth=self._growth(row, read, known) if is_known else None,
-            is_start=False,
-            through=read.through,
-        )
+        growth = self._growth(row, read, known) if read.relative < inf else None
+        site = _site_of(divergence, known, read, growth=growth)
+        return replace(site, kind="equal") if row.is_equal else site
 
     def _growth(self, row: _Row, read: _Error, known: Measure) -> float | None:
         """Return an error as a multiple of the error that explains it, or None if it has no number.
@@ -425,9 +373,20 @@ class _StepNumerics:
         return growth
 
 
-def _fields(divergence: Divergence) -> dict[str, Any]:
-    names = [one.name for one in dataclass_fields(divergence) if one.name != "numbers"]
-    return {name: getattr(divergence, name) for name in names}
+def _site_of(
+    divergence: Divergence, known: Measure, read: _Error, *, growth: float | None = None, is_start: bool = False
+) -> SiteNumerics:
+    names = [one.name for one in fields(divergence) if one.name != "numbers"]
+    return SiteNumerics(
+        **{name: getattr(divergence, name) for name in names},
+        **{name: getattr(known, name) for name in ("ulp", "relative", "absolute", "num_elements")},
+        within=known.excess <= 1,
+        excess=known.excess if known.excess < inf else None,
+        reads=read.relative if read.relative < inf else None,
+        growth=growth,
+        is_start=is_start,
+        through=read.through,
+    )
 
 
 def _joined(tensors: Sequence[SavedTensor], shape: tuple[int, ...]) -> SavedTensor | None:

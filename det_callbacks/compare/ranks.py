@@ -102,6 +102,8 @@ class RankWalk:
         found.tally.add(record.tally)
         for fit in record.fits:
             stored = self.current.rank(rank).steps(fit.segment).tolist()
+            if record.is_unfinished:  # a step is stored before the record has it
+                stored = stored[: fit.num_stored]
             place = f"of fit {fit.segment}"
             if len(stored) != fit.num_stored:
                 raise damaged(path, f"it has {fit.num_stored} stored steps {place}, but the run has {len(stored)}")

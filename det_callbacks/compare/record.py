@@ -1,6 +1,7 @@
 """``rank-00000/record.json``: what one rank of a verification compared, including matches.
 
-A rank writes it when a fit ends, and removes it when another fit begins.
+A rank writes it when a fit begins, with each step that it stores, every 1,000 steps, and when the fit ends: only then
+it does not say ``UNFINISHED``.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +22,9 @@ REPORT_FILE = "report.html"
 
 TOGETHER = "divergence"
 """Why a verification was stopped on all ranks after the same step: it differed on one of them."""
+
+UNFINISHED = "unfinished"
+"""Why the comparison ends at a step without having been stopped: a kill, unless the verification is still running."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -85,10 +89,11 @@ class FitRecord:
     was_found: bool = False  # whether its state told where it was resumed
     unrestored: tuple[str, ...] = ()  # state that a checkpoint restored with different bits, or not at all
     lacking: tuple[str, ...] = ()  # the latter
+    exchanged: tuple[str, ...] = ()  # of the former, those that hold each other's bits
 
     def missing(self, known: Iterable[int]) -> set[int]:
         """Return the reference's steps that the fit lacks."""
-        begins = min(self.compared, default=0) if self.is_resumed else 0
+        begins = min(self.compared | self.extra, default=0) if self.is_resumed else 0
         return {step for step in known if step >= begins} - self.compared
 
 
@@ -98,7 +103,7 @@ class Stop:
 
     segment: int
     step: int  # the last one that was compared; -1 before the first
-    reason: str  # TOGETHER, or the name of an exception
+    reason: str  # TOGETHER, UNFINISHED, or the name of an exception
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +118,11 @@ class RankRecord:
     tally: Tally
     machine: tuple[EnvironmentDifference, ...] = ()  # how this rank's machine differs from the reference's first rank
     stopped: Stop | None = None
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether the verification was killed, or is still running."""
+        return self.stopped is not None and self.stopped.reason == UNFINISHED
 
     def fit(self, segment: int) -> FitRecord | None:
         """Return the record of a fit, or None if that did not begin."""
@@ -135,8 +145,7 @@ def read_record(current: Run, rank: int) -> RankRecord:
         record = unseal(read_file(path), RankRecord, run_id=current.manifest.run_id)
     except FileNotFoundError as error:
         raise ReferenceFormatError(
-            f"{path} is missing: the verification was killed, or is still running, so it is unknown what it "
-            "compared. Verify again.",
+            f"{path} is missing, so it is unknown what the verification compared. Verify again.",
             str(path),
         ) from error
     except READ_ERRORS as error:

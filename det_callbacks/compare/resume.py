@@ -1,14 +1,18 @@
 """Where a run continues its reference, by the state that it begins with, and what it restored."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 
 import numpy as np
 
-from det_callbacks.compare.differences import num_leading_sites
+from det_callbacks.compare.differences import RowDifference, StepDifference, num_leading_sites
+from det_callbacks.compare.evidence import Evidence, find_evidence, read_rows
 from det_callbacks.compare.record import FitRecord
 from det_callbacks.compare.step import compare_steps
-from det_callbacks.errors import SelectionError
-from det_callbacks.runs.program import Program, Site
+from det_callbacks.errors import ReferenceFormatError, SelectionError
+from det_callbacks.runs.environment import framework_of
+from det_callbacks.runs.program import IDLE, Program, Site
 from det_callbacks.runs.store import Run
 from det_callbacks.text import listed
 from det_callbacks.verdict import Restored, Resume
@@ -38,11 +42,12 @@ def find_resumed_step(
     steps = run.rank(rank).steps(segment).tolist()
     if not steps or _matches(_began_with(run, rank, segment, steps[0]), state):
         return None
-    found = [step for step in _left_by(run, rank, segment, steps, state) if step + 1 in steps]
+    found = [*_left_by(run, rank, segment, steps, state)]
     whole = [step for step in found if _matches(_left(run, rank, segment, step), state, is_whole=True)]
     found = whole or found
     if len(found) > 1:
-        given = [step for step in found if _batch_of(run, rank, segment, step + 1).items() >= batch.items()]
+        followed = [step for step in found if step + 1 in steps]
+        given = [step for step in followed if _batch_of(run, rank, segment, step + 1).items() >= batch.items()]
         found = given if batch and given else found
     if len(found) > 1:
         raise SelectionError(
@@ -116,46 +121,140 @@ def _matches(known: Mapping[str, int], state: Mapping[str, int], *, is_whole: bo
     return bool(names) and all(known.get(name) == state[name] for name in names)
 
 
+def exchanged(names: Sequence[str], reference: Mapping[str, int], current: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the names whose current bits are the reference's of one another, as if a list had another order."""
+    of_bits = {reference[name]: name for name in names if name in reference}
+    found = {name: of_bits[current[name]] for name in names if name in reference and current[name] in of_bits}
+    return (*found,) if {*found} == {*found.values()} else ()
+
+
+def lost_gradients(difference: StepDifference) -> list[str]:
+    """Return the gradients to which the reference adds what they held before the step, and the current run does not.
+
+    A gradient from before is unnamed: its name is that of what the op writes.
+    """
+    aligned, sites = {position for position, _ in difference.pairs}, difference.reference.program.sites
+    names = {site.name for site in sites if site.phase == "gradient" and not site.op}
+    missing = (difference.site(row) for row, kind in difference.kinds.items() if kind == "missing")
+    found = (
+        site.name or ""
+        for site in missing
+        if site.op
+        and site.name in names
+        and any(sites[read].role == "input" and read not in aligned for read in site.inputs)
+    )
+    return [*dict.fromkeys(found)]
+
+
 def resume_of(reference: Run, current: Run, fit: FitRecord) -> Resume | None:
     """Return where a verified fit resumed on rank 0, and what it restored; None if it did not."""
     steps = fit.compared | fit.extra
     if not fit.is_resumed or not steps:
         return None
-    step, rank, segment = min(steps), 0, fit.segment
-    known = reference.rank(rank).steps(segment).tolist()
-    restored: dict[str, Restored | Mapping[str, Restored]] = {}
-    if step - 1 in known:
-        before = reference.view(rank, segment, step - 1)
-        sites = [site for _, site in state_at_end(before.program)]
-        trained = {site.of for site in before.program.sites if site.phase == "gradient" and not site.op}
-        began = _began_with(reference, rank, segment, known[0])
-        # the step also recorded what it returned, such as the loss
-        tensors = [site for site in sites if site.subject == "tensor" and (site.of in trained or site.of in began)]
-        parts = {
-            "parameters": [site for site in tensors if site.of in trained],
-            "buffers": [site for site in tensors if site.of not in trained],
-            "optimizer": [site for site in sites if site.subject == "state"],
-        }
-        restored |= {part: _restored(fit, found) for part, found in parts.items() if found}
+    step, of_step = min(steps), dict[str, int]()
+    restored = _restored_state(reference, fit, step)
     if step in fit.compared:
-        differing: set[tuple[str, str]] = set()
-        if step in fit.differing:
-            difference = compare_steps(reference.view(rank, segment, step), current.view(rank, segment, step))
-            rows = [difference.site(row) for row in difference.kinds if difference.is_leading[row]]
-            differing = {(site.phase, site.of) for site in rows}
-        of_step = reference.view(rank, segment, step).program
-        leading = of_step.sites[: num_leading_sites(of_step)]
-        generators = [site.of for site in leading if site.subject == "generator" and not site.part]
-        if generators:
-            restored["generators"] = {of: "differs" if ("rng", of) in differing else "restored" for of in generators}
-        if any(site.phase == "data" for site in leading):
-            is_other = any(phase == "data" for phase, _ in differing)
-            restored["data"] = "differs" if is_other else "restored"
-    return Resume(step=step, how="found" if fit.was_found else "given", restored=restored)
+        starts, of_step = _restored_starts(reference, current, fit, step)
+        restored |= starts
+    return Resume(
+        step=step,
+        how="found" if fit.was_found else "given",
+        restored=restored,
+        of_step=of_step,
+        framework=framework_of(current.manifest.environment),
+    )
+
+
+def _restored_state(reference: Run, fit: FitRecord, step: int) -> dict[str, Restored | Mapping[str, Restored]]:
+    """Return what a resume restored of the state that the reference's previous step had left."""
+    rank, segment = 0, fit.segment
+    known = reference.rank(rank).steps(segment).tolist()
+    if step - 1 not in known:
+        return {}
+    before = reference.view(rank, segment, step - 1)
+    sites = [site for _, site in state_at_end(before.program)]
+    trained = {site.of for site in before.program.sites if site.phase == "gradient" and not site.op}
+    began = _began_with(reference, rank, segment, known[0])
+    # the step also recorded what it returned, such as the loss
+    tensors = [site for site in sites if site.subject == "tensor" and (site.of in trained or site.of in began)]
+    parts = {
+        "parameters": [site for site in tensors if site.of in trained],
+        "buffers": [site for site in tensors if site.of not in trained],
+    }
+    restored: dict[str, Restored | Mapping[str, Restored]] = {
+        part: _restored(fit, found) for part, found in parts.items() if found
+    }
+    by_part: defaultdict[str, list[Site]] = defaultdict(list)
+    for site in sites:
+        if site.subject == "state":
+            by_part[site.part].append(site)
+    if by_part:
+        restored["optimizer"] = {part: _restored(fit, of_part) for part, of_part in by_part.items()}
+    return restored
 
 
 def _restored(fit: FitRecord, sites: Sequence[Site]) -> Restored:
     names = {site.name for site in sites}
     if names <= {*fit.lacking}:
         return "missing"
-    return "restored" if names.isdisjoint(fit.unrestored) else "differs"
+    other = names & {*fit.unrestored}
+    if not other:
+        return "restored"
+    return "exchanged" if other <= {*fit.exchanged} else "differs"
+
+
+def _restored_starts(
+    reference: Run, current: Run, fit: FitRecord, step: int
+) -> tuple[dict[str, Restored | Mapping[str, Restored]], dict[str, int]]:
+    """Return what a resume restored of all else with which its first step starts, and the steps of what differs."""
+    view = reference.view(0, fit.segment, step)
+    leading = [*enumerate(view.program.sites[: num_leading_sites(view.program)])]
+    restored: dict[str, Restored | Mapping[str, Restored]] = {}
+    difference, evidence = None, Evidence()
+    rows: dict[tuple[str, str], RowDifference] = {}
+    if step in fit.differing:
+        difference = compare_steps(view, current.view(0, fit.segment, step))
+        found = [difference.at(row) for row in difference.kinds if difference.is_leading[row]]
+        rows = {(one.site.subject or one.site.phase, one.site.of): one for one in found}
+        with suppress(ReferenceFormatError):  # the verdict says that it cannot be read
+            evidence = find_evidence(reference, current, difference)
+    if evidence.options:
+        restored["options"] = {option.name: "differs" for option in evidence.options}
+    owners = {site.of for _, site in leading if site.subject == "further"}
+    owners |= {of for subject, of in rows if subject == "further"}
+    if owners:
+        restored["further"] = {of: "differs" if ("further", of) in rows else "restored" for of in sorted(owners)}
+    reseeded = {change.name for change in evidence.generators if change.is_reseeded}
+    generators: dict[str, Restored] = {}
+    for position, site in leading:
+        if site.subject == "generator" and not site.part and ("generator", site.of) in rows:
+            generators[site.of] = "reseeded" if site.of in reseeded else "differs"
+        elif site.subject == "generator" and not site.part and view.record.digests[position] != IDLE:
+            generators[site.of] = "restored"
+    if generators:
+        restored["generators"] = generators
+    if difference is not None and lost_gradients(difference):
+        restored["gradients"] = "missing"
+    is_other_batch = any(one.site.phase == "data" for one in rows.values())
+    if any(site.phase == "data" for _, site in leading):
+        restored["data"] = "differs" if is_other_batch else "restored"
+    of_step: dict[str, int] = {}
+    digests = {of: rows["generator", of].divergence.current_digest for of in generators if ("generator", of) in rows}
+    states = {of: int(digest, 16) for of, digest in digests.items() if digest is not None}
+    with suppress(ReferenceFormatError):
+        of_step = _steps_of_states(reference, fit.segment, step, states)
+    if is_other_batch and evidence.batch.indices == "same":
+        of_step["data"] = step
+    elif is_other_batch and evidence.batch.is_whole and evidence.batch.found_at is not None:
+        of_step["data"] = evidence.batch.found_at
+    return restored, of_step
+
+
+def _steps_of_states(run: Run, segment: int, step: int, states: Mapping[str, int]) -> dict[str, int]:
+    """Return the first step, of those up to this one, in which each generator had a state, if one had it."""
+    values = np.array([*states.values()], dtype=np.uint64)
+    found: dict[str, int] = {}
+    for row in read_rows(run, 0, segment, step, lambda batch: np.isin(batch.column("value").to_numpy(), values)):
+        if row.kind in ("generator", "start") and row.step <= step and states.get(row.of) == row.value != IDLE:
+            found.setdefault(row.of, row.step)
+    return found

@@ -9,7 +9,7 @@ from torch.nn.parameter import Parameter, is_lazy
 
 from det_callbacks.digest.device.deferred import Bits, DeferredDigests, derived, value_of
 from det_callbacks.digest.host import digest_bytes, digest_memory, digest_spans
-from det_callbacks.digest.numbers import Measure, Tolerance, measure
+from det_callbacks.digest.numbers import Measure, measure
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.internals.torch import (
@@ -260,14 +260,14 @@ def require_storage(tensor: torch.Tensor) -> None:
         )
 
 
-def measure_tensors(reference: torch.Tensor, current: torch.Tensor, tolerance: Tolerance | None = None) -> Measure:
+def measure_tensors(reference: torch.Tensor, current: torch.Tensor) -> Measure:
     """Return by how much two strided tensors of one shape differ; both are copied to the host."""
     if any(one.layout is not torch.strided or one.is_quantized or one.is_nested for one in (reference, current)):
         raise ValueError("only ordinary strided tensors have numbers; compare the inner tensors")
     if reference.shape != current.shape or reference.dtype != current.dtype:
         raise ValueError("tensors of different dtypes or shapes have no elements in common")
     dtype = str(reference.dtype).removeprefix("torch.")
-    return measure(host_bytes(reference), host_bytes(current), (dtype, dtype), tolerance=tolerance)
+    return measure(host_bytes(reference), host_bytes(current), (dtype, dtype))
 
 
 def host_bytes(tensor: torch.Tensor) -> np.ndarray:

@@ -78,8 +78,8 @@ class Measure:
     Attributes:
         num_nan: elements that differ and of which one or both are NaN.
         num_inf: likewise, of which one or both are infinite and none is NaN.
-        num_unknown: elements without a distance: NaN or infinite on one side only, or float64
-            cannot represent it.
+        num_unknown: elements without a distance: NaN or infinite on one side only, of an unknown
+            dtype, or float64 cannot represent it.
         max_ulps: largest distance of finite elements that differ, in units in the last place of the
             element, or of the tensor's root mean square if that is larger, rounded up; for
             integers, the difference. None if there is none, or float64 cannot represent it.
@@ -155,6 +155,9 @@ class Measure:
                     setattr(self, name, max(getattr(self, name) or 0, sizes[is_finite].max().item()))
             self.bins += np.bincount(_bit_lengths(ulps[is_finite]), minlength=65)
             distance = np.where(is_finite, ulps, 0)
+        else:
+            self.num_unknown += len(places)
+            self.excess = inf
         self.num_nan += int((badness == 2).sum())
         self.num_inf += int((badness == 1).sum())
         candidates = np.flatnonzero(badness == badness.max())

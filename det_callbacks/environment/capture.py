@@ -13,9 +13,13 @@ import platform
 import re
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
-from operator import attrgetter, itemgetter
+from importlib.machinery import EXTENSION_SUFFIXES
+from importlib.metadata import requires
+from operator import itemgetter
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,15 +27,18 @@ import torch
 
 from det_callbacks.digest.device.triton_digest import device_choice
 from det_callbacks.digest.host import digest_bytes, format_digest
-from det_callbacks.internals.dynamo import INDUCTOR_CONFIG, changed_inductor_options
+from det_callbacks.internals.dynamo import changed_options
 from det_callbacks.internals.versions import installed_version
 from det_callbacks.runs.environment import (
     ARGUMENTS,
+    BACKENDS,
+    BUILD,
     CHANGED_FILE,
     COMMIT,
     CONFIGURATION,
     DIGEST,
-    INDUCTOR,
+    OPTION,
+    PACKAGE,
     PLACE,
     VARIABLE,
     Environment,
@@ -39,7 +46,7 @@ from det_callbacks.runs.environment import (
 )
 from det_callbacks.runs.program import without_surrogates
 from det_callbacks.settings import SETTINGS, settings_in_force
-from det_callbacks.settings.catalogue import SDPA_BACKENDS, start_environment
+from det_callbacks.settings.catalogue import start_environment
 from det_callbacks.settings.enforce import enforced_names
 
 WITHHELD = "<withheld>"
@@ -63,19 +70,29 @@ _CHOSEN_VARIABLES = (
     *("FLASH_ATTENTION_DETERMINISTIC", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "PYTHONHASHSEED"),
     "MALLOC_PERTURB_",  # content of fresh memory
 )
-_VARIABLE_PREFIXES = (
-    *("ATEN_", "CAUSAL_CONV1D_", "CUBLAS", "CUDNN_", "DNNL_", "FLASH_", "MAMBA_", "MKL_", "NCCL_", "NVTE_", "OMP_"),
-    *("ONEDNN_", "PYTORCH_", "TORCHINDUCTOR_", "TORCH_", "TRITON_"),
+# of torch and its compiler, the libraries of kernels, Hugging Face, and packages of attention and quantisation
+_CHOICE = re.compile(
+    r"(?:ACCELERATE|AOTINDUCTOR|ATEN|BITSANDBYTES|BNB|CAUSAL_CONV1D|CUDA|CUDNN|DEEPSPEED|DNNL|FLASH|FLA|FSDP|FUNCTORCH"
+    r"|GLOO|GOMP|HF|HSA|KMP|MAMBA|MIOPEN|MKL|NCCL|NVTE|OMP|ONEDNN|OPENBLAS|PYTORCH|ROCBLAS|TOKENIZERS|TORCHDYNAMO"
+    r"|TORCHINDUCTOR|TORCH|TRANSFORMERS|TRITON|VLLM|XFORMERS|XLA)_|CUBLAS|HIPBLAS"
 )
-# words in names of variables, and of options of inductor, that change no bits: logs, caches, memory, waiting
+# words in names of variables, and of options of the compiler, that change no bits: logs, caches, memory, waiting
 _IDLE_WORDS = re.compile(
     r"^(?!.*AUTOTUNE).*(?:^|[_.])(?:LOG\w*|DEBUG|VERBOSE|TRACE|DUMP\w*|PRINT\w*|DISPLAY|PROFIL\w*|CACHE\w*|CACHING\w*|ALLOC_CONF"
-    r"|COMPILE_THREADS|WORKER\w*|WATCHDOG\w*|HEARTBEAT|ERROR_HANDLING|TIMEOUT\w*)(?:[_.]|$)"
+    r"|COMPILE_THREADS|WORKER\w*|WATCHDOG\w*|HEARTBEAT|ERROR_HANDLING|TIMEOUT\w*|VISIBLE_DEVICES|LAUNCH_BLOCKING"
+    r"|MODULE_LOADING|(?:CUDA|NCCL)_VERSION|AFFINITY|PROC_BIND|PLACES|BLOCKTIME|WAIT_POLICY|STACKSIZE|SOCKET_IFNAME"
+    r"|TELEMETRY|VERBOSITY|OFFLINE|ENDPOINT|HUB|TOKENIZERS_PARALLELISM)(?:[_.]|$)"
 )
-# left out: folders of this machine, and what may be a secret
+# left out: folders and names of this machine and its user, and what may be a secret
 _PRIVATE_VARIABLE = re.compile(
-    r"_(?:DIR|HOME)$|CACHE_PATH$|(?:^|_)(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|AUTH)(?:_|$)"
+    r"_(?:DIR|HOME|USER(?:NAME)?|HOST(?:NAME|ID)?|ADDR(?:ESS)?|IP)$|CACHE_PATH$"
+    r"|(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|AUTH)S?(?:_|$)"
 )
+_BUILD_SETTING = re.compile(r"(?<=[:,] )(\w+)=((?:(?!, \w+=).)*)")
+_GETTER = re.compile(r"preferred_\w+|(?!_|set_)\w+_(?:enabled|allowed)")  # of torch.backends
+_CUDA_FLAG = re.compile(r"torch\.backends\.cud(?!\w+\.\w+_sdp_enabled)")
+_INSTALLED = re.compile(rf"^$|/(?:site|dist)-packages/|^{re.escape(sysconfig.get_path('stdlib'))}/")
+_IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+(\w+)|import[ \t]+([\w., \t]+))", re.MULTILINE)
 _SECRET_VALUE = re.compile(
     r"(?<!\w)(?:hf_|gh[opsru]_|github_pat_|glpat-|sk-|xox[abprs]-|AKIA|eyJ)\w|(?=\w*\d)(?=\w*[A-Za-z])[\w+/=-]{32,}"
 )
@@ -101,6 +118,12 @@ def capture_environment(*, choices: Mapping[str, Any] | None = None, lightning: 
     """
     enforced = {f"torch.{name}" for name in enforced_names()}
     facts = [(name, value, name not in enforced, name not in _IDLE_FACTS) for name, value in _machine_facts(lightning)]
+    known = {name for name, *_ in facts}
+    facts += [
+        (f"{PACKAGE}{name}", version, True, acts)
+        for name, version, acts in _packages()
+        if f"{name}.version" not in known
+    ]
     facts += [(name, value, False, not _is_idle(name)) for name, value in _own_choices()]
     facts += [(name, value, False, False) for name, value in code_state().items()]
     flat = dict(_flatten("", choices or {}))
@@ -152,10 +175,8 @@ def _machine_facts(lightning: str) -> Iterator[tuple[str, Any]]:
     yield "torch.cpu_capability", backends.cpu.get_cpu_capability()
     yield "torch.num_threads", torch.get_num_threads()
     yield "torch.num_interop_threads", torch.get_num_interop_threads()
-    for name in ("cudnn", "mkldnn"):
-        yield f"torch.backends.{name}.enabled", getattr(backends, name).enabled
-    for name in SDPA_BACKENDS:
-        yield f"torch.backends.cuda.{name}_sdp", getattr(backends.cuda, f"{name}_sdp_enabled")()
+    for name, value in _BUILD_SETTING.findall(build):
+        yield f"{BUILD}{name}", _PLACE.sub(_digest_of_place, value.strip(" ,"))
     for name in _KERNEL_VARIABLES + _THREAD_VARIABLES:
         if name in os.environ:
             yield f"{VARIABLE}{name}", os.environ[name]
@@ -174,6 +195,42 @@ def _machine_facts(lightning: str) -> Iterator[tuple[str, Any]]:
         yield f"{DIGEST}cuda", str(device_choice(torch.device("cuda", torch.cuda.current_device())))
 
 
+def _packages() -> Iterator[tuple[str, str, bool]]:
+    """Yield the import name, the version, and whether it acts, of the imported packages that may compute.
+
+    These have native code, use torch, or are imported by the program's own code. A package does not
+    act if it uses neither torch nor NumPy, or if det_callbacks needs it; unless the program's own
+    code imports it.
+    """
+    modules = {name: module for name, module in sys.modules.copy().items() if isinstance(module, ModuleType)}
+    native, computing, own = set[str](), set[str](), set[str]()
+    for name, module in modules.items():
+        top, file = name.partition(".")[0], str(vars(module).get("__file__") or "")
+        if top in ("det_callbacks", "torch"):  # recorded apart
+            continue
+        if file.endswith(tuple(EXTENSION_SUFFIXES)):
+            native.add(top)
+        held = vars(module)
+        if held.get("torch") is torch or held.get("np") is np or held.get("numpy") is np:
+            computing.add(top)
+        if not _INSTALLED.search(file) and file.endswith(".py") and Path(file).is_file():
+            for found in _IMPORT.finditer(Path(file).read_text(encoding="utf-8", errors="replace")):
+                own |= {re.split(r"[.\s]", part.strip())[0] for part in (found[1] or found[2]).split(",")}
+    for name in sorted((native | computing | own) & modules.keys()):
+        version = _version(name) or vars(modules[name]).get("__version__")
+        is_installed = "-packages" in str(vars(modules[name]).get("__file__"))
+        if is_installed and isinstance(version, str) and not name.startswith("_"):
+            yield name, str(version), name in (computing - _needed()) | own  # that of functorch is a TorchVersion
+
+
+@functools.cache
+def _needed() -> set[str]:
+    """Return the names of the packages that det_callbacks needs; none if pip does not know it."""
+    if _version("det_callbacks") is None:
+        return set()
+    return set(re.findall(r"^[\w-]+", "\n".join(requires("det_callbacks") or ()), re.MULTILINE))
+
+
 def _own_choices() -> Iterator[tuple[str, Any]]:
     recorded = _KERNEL_VARIABLES + _CHOSEN_VARIABLES
     for name, value in settings_in_force().items():
@@ -184,22 +241,64 @@ def _own_choices() -> Iterator[tuple[str, Any]]:
             yield f"settings.{name}", value
     yield "torch.default_dtype", str(torch.get_default_dtype()).removeprefix("torch.")
     yield "torch.anomaly_mode", torch.is_anomaly_enabled()
-    for name in ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul"):
-        yield f"torch.backends.{name}.fp32_precision", attrgetter(f"{name}.fp32_precision")(torch.backends)
     for name, value in {**os.environ, "PYTHONHASHSEED": start_environment().get("PYTHONHASHSEED")}.items():
         if value is not None and _is_choice(name, value):
             yield f"{VARIABLE}{name}", _PLACE.sub(_digest_of_place, value)
     settings = {one.attribute for one in SETTINGS.values()}
-    for name, value in changed_inductor_options().items():
-        if f"{INDUCTOR_CONFIG}.{name}" not in settings:
-            yield f"{INDUCTOR}{name}", _plain(name, value)
+    for path, value in changed_options().items():
+        if path not in settings:
+            yield f"{OPTION}{path}", _plain(path, value)
+    for path, value in _backend_flags():
+        if path not in settings:
+            yield path, _plain(path, value)
+
+
+def _backend_flags() -> Iterator[tuple[str, Any]]:
+    """Yield what ``torch.backends`` has switched: its flags, those of objects in it, and what its getters return."""
+    for path, module in sorted(sys.modules.copy().items()):
+        if not path.startswith(BACKENDS):
+            continue
+        original = getattr(module, "m", module)  # which some modules replace
+        members = {**vars(type(module)), **vars(original), **vars(module)}
+        owners: dict[str, Any] = {f"{path}.{name}": one for name, one in members.items() if _is_switchboard(one)}
+        for of, owner in ({path: module} | owners).items():
+            for name in _flags_of(type(owner)):
+                try:
+                    yield f"{of}.{name}", getattr(owner, name)
+                except AttributeError:  # an argument in __getattr__
+                    continue
+                except RuntimeError:  # torch raises if fp32_precision disagrees
+                    yield f"{of}.{name}", "mixed"
+        for name, member in members.items():
+            if _GETTER.fullmatch(name) and callable(member):
+                yield f"{path}.{name}", member()
+            # set without a descriptor, such as opt_einsum.strategy
+            is_set = original is not module and name in vars(module) and not name.startswith("_")
+            if is_set and isinstance(member, bool | int | str):
+                yield f"{path}.{name}", member
+
+
+def _is_switchboard(member: Any) -> bool:
+    """Return whether a member of ``torch.backends`` is an object that has flags, such as ``cuda.matmul``."""
+    kind = type(member)
+    return kind.__module__.startswith("torch.backends") and not isinstance(member, ModuleType)
+
+
+def _flags_of(kind: type) -> list[str]:
+    """Return the flags that a class of ``torch.backends`` has: descriptors, and names that its __getattr__ knows."""
+    flags = [name for name, member in vars(kind).items() if hasattr(type(member), "__set__")]
+    flags = [name for name in flags if type(vars(kind)[name]).__module__.startswith("torch.backends")]
+    getter = vars(kind).get("__getattr__")
+    known = () if getter is None else getter.__code__.co_consts
+    flags += [name for name in known if isinstance(name, str) and name.isidentifier()]
+    return [name for name in flags if not name.startswith("_")]
 
 
 def _is_choice(name: str, value: str) -> bool:
     """Return whether a variable is a choice that is not recorded as a setting or a machine fact, and is no secret."""
     if name in _CHOSEN_VARIABLES:
         return True
-    if name in _RECORDED_OTHERWISE or not name.startswith(_VARIABLE_PREFIXES):
+    if name in _RECORDED_OTHERWISE or _CHOICE.match(name) is None:
         return False
     return _PRIVATE_VARIABLE.search(name) is None and _SECRET_VALUE.search(value) is None
 
@@ -209,10 +308,11 @@ def _digest_of_place(found: re.Match[str]) -> str:
 
 
 def _is_idle(name: str) -> bool:
-    if name.startswith((VARIABLE, INDUCTOR)):
+    if name.startswith((VARIABLE, OPTION)):
         return _IDLE_WORDS.search(name.partition(".")[2].upper()) is not None
     setting = SETTINGS.get(name.removeprefix("settings."))
-    is_of_cuda = name.startswith("torch.backends.cud") if setting is None else setting.is_cuda_only
+    # the CPU's attention reads them too
+    is_of_cuda = _CUDA_FLAG.match(name) is not None if setting is None else setting.is_cuda_only
     return is_of_cuda and not torch.cuda.is_available()
 
 
@@ -241,6 +341,8 @@ def _plain(name: str, value: Any) -> Any:
         return sorted((_plain(name, inner) for inner in value), key=str)
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
         return [_plain(name, inner) for inner in value]
+    if hasattr(type(value), "__members__"):  # an enum of torch
+        return str(value.name)
     # repr(value) may hold addresses or whole tensors
     return f"<{type(value).__module__}.{type(value).__qualname__}>"
 

@@ -11,7 +11,7 @@ from det_callbacks.digest.device.triton_digest import device_choice
 from det_callbacks.environment.capture import capture_environment
 from det_callbacks.environment.installation import Installation
 from det_callbacks.errors import ReferenceFormatError
-from det_callbacks.runs.environment import INDUCTOR, NOT_RECORDED, PLACE, VARIABLE, compare_environments
+from det_callbacks.runs.environment import NOT_RECORDED, OPTION, PLACE, VARIABLE, compare_environments
 from det_callbacks.runs.store import Run
 from det_callbacks.settings import SETTINGS, DeterminismSettings, settings_in_force
 from det_callbacks.verdict import EnvironmentDifference
@@ -84,7 +84,7 @@ def diagnose(installation: Installation, *, against: Run | None = None) -> Diagn
         facts["digest"] = f"{device}: {device_choice(device)}"
     # the settings of a Trainer or configuration are unknown here
     found = () if against is None else compare_environments(against.manifest.environment, here)
-    kept = [one for one in found if one.name in here or one.name.startswith((VARIABLE, INDUCTOR))]
+    kept = [one for one in found if one.name in here or one.name.startswith((VARIABLE, OPTION))]
     kept = [one for one in kept if not one.name.startswith(("settings.", "code."))]
     kept.sort(key=lambda one: (not one.changes_bits, one.name))
     return Diagnosis(
@@ -104,8 +104,8 @@ def _find(name: str, wanted: Any, found: Any) -> SettingFinding:
         state = "left alone"
     elif wanted == found:
         state = "in force"
-    elif setting.is_cuda_only and not torch.cuda.is_available():
-        state = "no effect here"
+    elif (reason := setting.idle_reason()) is not None:
+        state, to_do = "no effect here", f"nothing: {reason}"
     else:
         late = setting.too_late(wanted)
         state = "not in force" if late is None else "too late"

@@ -1,6 +1,7 @@
 """Reads the request of ``det-callbacks record``, ``verify`` or ``check``, and reports errors to the command."""
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -83,3 +84,13 @@ def print_errors_plainly(before_printing: Callable[[BaseException], object] = la
             print_error(error)
 
     sys.excepthook = print_plainly
+
+
+def give_workers(loader: Any) -> None:
+    """Let a loader that begins have as many workers as the command asked for, if it did."""
+    from det_callbacks.environment.variables import NUM_WORKERS  # noqa: PLC0415  # only where a loader begins
+
+    if NUM_WORKERS in os.environ:
+        from det_callbacks.training.evidence import set_workers  # noqa: PLC0415  # loads all that records
+
+        set_workers([loader], os.environ[NUM_WORKERS])

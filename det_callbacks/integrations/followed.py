@@ -1,6 +1,11 @@
 """The run of an unmodified loop, whose steps ``torch_steps.py`` finds."""
 
-from collections.abc import Mapping, Sequence
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -11,14 +16,15 @@ from typing_extensions import override
 
 from det_callbacks.errors import DetCallbacksError, NothingComparedError, SelectionError
 from det_callbacks.integrations.command import claim_run, read_arguments, report_to_command, withdraw_claim
-from det_callbacks.integrations.loop import TrainingRun
+from det_callbacks.integrations.loop import LoopTraining, TrainingRun
 from det_callbacks.integrations.seen import Seen
-from det_callbacks.integrations.torch_models import SeveralModels, models_of
-from det_callbacks.internals.torch import memory_address
+from det_callbacks.integrations.torch_models import SeveralModels, evaluated_models, models_of
+from det_callbacks.internals.torch import always_called, global_hooks, global_pre_hooks, memory_address
 from det_callbacks.observers.observations import REGISTRY
 from det_callbacks.report.closing_lines import after_last_update, unrecorded_updates
 from det_callbacks.report.console import end_process, print_closing_line, print_error
-from det_callbacks.runs.environment import FOLLOWED, UNRECORDED
+from det_callbacks.runs.environment import EACH_CALL, FOLLOWED, UNRECORDED
+from det_callbacks.runs.store import Run
 from det_callbacks.text import count, listed
 from det_callbacks.trace.dispatch import runs_uncompiled
 from det_callbacks.trace.state.leaves import flatten
@@ -27,9 +33,11 @@ from det_callbacks.training.draws import DrawnLoader
 from det_callbacks.training.fits import take_unfinished
 from det_callbacks.training.training import unwrapped
 
+_AT_RETURN = -(1 << 30)  # key of hooks; a new key in each step would make Dynamo compile again
+
 
 class FollowedLoop(TrainingRun):
-    """A TrainingRun driven by ``TorchSteps``.
+    """A TrainingRun driven by ``TorchSteps``; without optimizers it is an evaluation.
 
     The batch of a step is the one that a ``DataLoader`` returned if the model gets one of its tensors,
     else the model's arguments.
@@ -39,13 +47,14 @@ class FollowedLoop(TrainingRun):
     is_of_command = True
 
     def __init__(self, asked: str, module: nn.Module | None, optimizers: Sequence[Optimizer]) -> None:
-        model = models_of(module, optimizers)
+        model = _models_of(module, optimizers)
         super().__init__(**read_arguments(asked), model=model, optimizers=[*optimizers])
         self._ended_by: BaseException | None = None
         self._has_claimed = False
         self.num_steps = 0  # of all fits
         self._unrecorded: list[str] = []  # parts of the script's training that no step holds
         self._num_told = 0  # of them
+        self._return: _Return | None = None
 
     @staticmethod
     def is_replaced() -> bool:
@@ -54,6 +63,10 @@ class FollowedLoop(TrainingRun):
             return False
         print_closing_line("det_callbacks: the script has its own run, which is used")
         return True
+
+    @property
+    def is_evaluation(self) -> bool:
+        return not self._optimizers
 
     @property
     def is_in_step(self) -> bool:
@@ -69,12 +82,19 @@ class FollowedLoop(TrainingRun):
         return self._optimizers
 
     def take(self, module: nn.Module | None, optimizers: Sequence[Optimizer]) -> None:
-        self._model, self._optimizers = models_of(module, optimizers), [*optimizers]
+        self._model, self._optimizers = _models_of(module, optimizers), [*optimizers]
 
     def holds(self, module: nn.Module) -> bool:
         return self._is_open and any(id(parameter) in self._owned for parameter in module.parameters())
 
-    def begin_fit(self) -> None:
+    @override
+    def _make_training(self) -> LoopTraining:
+        training = super()._make_training()
+        training.framework = _framework()
+        return training
+
+    def begin_fit(self, give_way: Callable[[], None]) -> None:
+        """Begin a fit; if it is an evaluation, call ``give_way`` before the script begins its own run."""
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         if not rank and not self._has_claimed:
             claim_run()
@@ -89,8 +109,13 @@ class FollowedLoop(TrainingRun):
         self._iteration: tuple[DrawnLoader, int] | None = None
         self._drawn: DrawnLoader | None = None
         self.choices[FOLLOWED] = f"{self._trained}, {self._by}"
+        if self.is_evaluation:
+            self.choices[FOLLOWED] = f"{EACH_CALL}{self._trained} is a step"
+        REGISTRY.make_room = _nothing
         self.__enter__()
-        if not self._training.rank:
+        if self.is_evaluation:
+            REGISTRY.make_room = give_way
+        if not self._training.rank and not self.is_evaluation:  # which ends unsaid if the script trains
             self._training.print_line(
                 f"det_callbacks: follows torch's optimizers: each step of {self._by} ends a step of {self._trained}"
             )
@@ -107,7 +132,11 @@ class FollowedLoop(TrainingRun):
 
     def enter_call(self, module: nn.Module) -> None:
         """Note the call of a module in which the step begins."""
-        self._session.enter_call(module)
+        self._hooks.enter_call(module)
+
+    def await_return(self, module: nn.Module, call: Callable[[bool], None]) -> None:
+        """Call a function when a module returns that was called now; pass whether it raised."""
+        self._return = _Return(module, call)
 
     def _drawn_for(self, given: Any, drawn: DrawnLoader) -> Any:
         """Return the batch loaded for a step, else the arguments; a loader may have loaded batches ahead."""
@@ -189,7 +218,7 @@ class FollowedLoop(TrainingRun):
                 "(docs/how-to/plain-loop.md)."
             )
         if not self.num_steps and self._training.world_size == 1:
-            self._withdraw()
+            self.withdraw()
             return
         if not self._num_steps:
             raise NothingComparedError(
@@ -219,6 +248,8 @@ class FollowedLoop(TrainingRun):
             )
         if not self._training.rank:
             text = f"followed torch's optimizers: {steps} of {self._trained}, {self._by}, {loaders}{unit}"
+            if self.is_evaluation:
+                text = f"followed torch's optimizers: {self.choices[FOLLOWED]}: {steps}, {loaders}"
             for line in (text, *(f"not in the run: {part}" for part in self._unrecorded[self._num_told :])):
                 self._training.print_line(f"det_callbacks: {line}")
             self._num_told = len(self._unrecorded)
@@ -226,8 +257,11 @@ class FollowedLoop(TrainingRun):
             self._session.run.note(UNRECORDED, self._unrecorded)
         self.__exit__(None, None, None)
 
-    def _withdraw(self) -> None:
+    def withdraw(self) -> None:
         """Remove the run, in which no optimizer stepped: a process may call a model without training it."""
+        REGISTRY.make_room = _nothing
+        if self._return is not None:
+            self._return.forget()
         self._close_fit()
         self._session.withdraw()
         self._close()
@@ -257,6 +291,7 @@ class FollowedLoop(TrainingRun):
         closure = keywords.get("closure", args[1] if len(args) > 1 else None)
         if (
             self._is_in_step
+            or self.is_evaluation
             or closure is not None
             or not any(id(one) in self._owned for one in parameters_of(optimizer))
         ):
@@ -268,6 +303,77 @@ class FollowedLoop(TrainingRun):
         )
         self.fail(error)  # before the script can catch it
         raise error
+
+
+def _framework() -> str:
+    """Return the distribution that trains, whose Trainer is on the stack or whose Accelerator was made."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "transformers.trainer":
+            return "transformers"
+        frame = frame.f_back
+    state: Any = sys.modules.get("accelerate.state")
+    return "accelerate" if state is not None and state.is_initialized() else LoopTraining.framework
+
+
+def _nothing() -> None:
+    """Make no room."""
+
+
+class _Return:
+    """Waits for the return of a module's call, behind the hooks of the step that began with the call."""
+
+    def __init__(self, module: nn.Module, call: Callable[[bool], None]) -> None:
+        self._module, self._call, self._depth, self._thread = module, call, 1, get_ident()
+        self._error_before = sys.exc_info()[1]  # that is being handled
+        global_pre_hooks[_AT_RETURN] = self._enter
+        global_hooks[_AT_RETURN], always_called[_AT_RETURN] = self._leave, True
+
+    def forget(self) -> None:
+        for hooks in (global_pre_hooks, global_hooks, always_called):
+            hooks.pop(_AT_RETURN, None)
+
+    @runs_uncompiled
+    def _enter(self, module: nn.Module, _args: Any) -> None:
+        if not torch.compiler.is_compiling() and module is self._module:
+            self._depth += get_ident() == self._thread
+
+    @runs_uncompiled
+    def _leave(self, module: nn.Module, _args: Any, _output: Any) -> None:
+        if torch.compiler.is_compiling() or module is not self._module or get_ident() != self._thread:
+            return
+        self._depth -= 1
+        if not self._depth:
+            self.forget()
+            self._call(sys.exc_info()[1] is not self._error_before)
+
+
+def may_evaluate(asked: str, run: FollowedLoop | None, module: nn.Module, seen: Seen) -> bool:
+    """Return whether a call is a step of an evaluation: the module has parameters, and no training is followed."""
+    if not any(True for _ in module.parameters()):
+        return False  # such as a loss
+    if run is not None:
+        return run.is_evaluation
+    # one of several ranks may call its model alone before all train
+    seen.is_parallel = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return not seen.is_parallel and _is_for_evaluation(asked)
+
+
+@cache
+def _is_for_evaluation(asked: str) -> bool:
+    """Return whether a run may begin without an optimizer: a verification only if its reference has none."""
+    arguments = read_arguments(asked)
+    if arguments["mode"] != "verify":
+        return True
+    try:
+        choice = Run.open(Path(arguments["reference"])).manifest.environment.get(FOLLOWED)
+    except DetCallbacksError:
+        return True  # the run itself says what is wrong with its reference
+    return choice is not None and str(choice.value).startswith(EACH_CALL)
+
+
+def _models_of(module: nn.Module | None, optimizers: Sequence[Optimizer]) -> nn.Module:
+    return models_of(module, optimizers) if optimizers or module is None else evaluated_models()
 
 
 def _place_of(given: Any, batches: Sequence[Any]) -> int | None:

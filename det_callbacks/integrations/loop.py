@@ -22,7 +22,7 @@ from det_callbacks.errors import NothingComparedError, SelectionError, SettingsE
 from det_callbacks.internals.replaced import ReplacedMethods
 from det_callbacks.internals.torch import BACKWARD, BUFFERS, MAKES_SCALE, PARAMETERS, graph_task_id
 from det_callbacks.observers.observations import REGISTRY
-from det_callbacks.runs.metrics import LOG, RESUMED, Metric, Reading
+from det_callbacks.runs.metrics import LOG, RESUMED, Metric, Reading, ReadRow
 from det_callbacks.trace.dispatch import runs_uncompiled
 from det_callbacks.trace.state.optimizers import parameters_of
 from det_callbacks.trace.state.walker import StateWalker
@@ -131,7 +131,7 @@ class TrainingRun(FollowedRun):
         reference: as for ``DeterminismCallback``.
         model: holds every trained parameter; names are relative to it. Put several models into an
             ``nn.ModuleDict``. It may be compiled, or wrapped by ``DistributedDataParallel``.
-        optimizers: one or several: all that step in the loop.
+        optimizers: one or several: all that step in the loop; () for an evaluation.
         arguments: as for ``DeterminismCallback``, except ``resume`` and ``log_metrics``.
 
     Attributes:
@@ -167,7 +167,7 @@ class TrainingRun(FollowedRun):
         reference: str | Path | None,
         *,
         model: nn.Module,
-        optimizers: Optimizer | Sequence[Optimizer],
+        optimizers: Optimizer | Sequence[Optimizer] = (),
         **arguments: Any,
     ) -> None:
         if trainers := sorted({"resume", "log_metrics"} & arguments.keys()):
@@ -181,8 +181,8 @@ class TrainingRun(FollowedRun):
         self._optimizers: Sequence[Optimizer] = one_or_several if is_several else [one_or_several]
         if not isinstance(model, nn.Module):
             raise SelectionError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
-        if not self._optimizers or not all(isinstance(one, Optimizer) for one in self._optimizers):
-            kinds = ", ".join(type(one).__name__ for one in self._optimizers) or "none"
+        if not all(isinstance(one, Optimizer) for one in self._optimizers):
+            kinds = ", ".join(type(one).__name__ for one in self._optimizers)
             raise SelectionError(f"optimizers must be one or several optimizers of torch.optim; got {kinds}.")
         super().__init__(reference, **arguments)
 
@@ -376,18 +376,13 @@ class TrainingRun(FollowedRun):
         if self._failed is not None:
             raise self._went_on(self._failed)
         self._put_logged()
-        if self._step < self._first_step and not self._is_resumed:
-            self._find_resumed(batch)
+        step = self._hooks.find_resumed(batch)
+        if step is not None:
+            self._step = step - 1
+            self._note_resume()
         self._training.step = self._step + 1
         self._is_in_step = True
         self._begin_step(self._step + 1, batch)
-
-    def _find_resumed(self, batch: Any) -> None:
-        """Go on from a later step of the reference if the run begins with the state that the step before had left."""
-        step = self._session.find_resumed(batch)
-        if step is not None:
-            self._is_resumed, self._step = True, step - 1
-            self._note_resume()
 
     def _leave_step(self, error: BaseException | None) -> None:
         if not self._is_in_step:
@@ -449,9 +444,9 @@ class TrainingRun(FollowedRun):
             reading = self._reading(LOG, metrics, generator_states(self._session.reader))
             self._has_differed |= bool(self._session.put_metrics(reading))
 
-    def _reading(self, where: str, metrics: dict[str, Metric], evidence: Mapping[str, str] | None = None) -> Reading:
-        step, evidence = self._step, dict(evidence or {})
-        return Reading(where=where, number=step, step=step, epoch=self._epoch, metrics=metrics, evidence=evidence)
+    def _reading(self, where: str, metrics: dict[str, Metric], reads: tuple[ReadRow, ...] = ()) -> Reading:
+        step = self._step
+        return Reading(where=where, number=step, step=step, epoch=self._epoch, metrics=metrics, reads=reads)
 
     @property
     def _epoch(self) -> int:
@@ -462,6 +457,7 @@ class TrainingRun(FollowedRun):
             raise SelectionError(f"Use {what} inside the block of its run: `with TrainingRun(...) as run:`.")
 
     def _require_alone(self) -> None:
+        REGISTRY.make_room()
         other = TrainingRun.open_run
         owner = None if REGISTRY.sink is None else REGISTRY.sink.owner
         if other is not None:

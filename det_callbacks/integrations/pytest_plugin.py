@@ -187,7 +187,7 @@ class _Summary:
                 if is_known and run.parent not in self._done:
                     yield run.parent
 
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+    def pytest_terminal_summary(self, terminalreporter: "pytest.TerminalReporter") -> None:
         if not self._done and not self._unused:
             return
         terminalreporter.section("determinism")

@@ -28,6 +28,7 @@ class Seen:
         self.updates = Counter[str]()
         self.updates_elsewhere = Counter[str]()  # in another thread, or after a Trainer of Lightning
         self.num_parameters: dict[str, int] = {}
+        self.is_parallel = False  # whether one of several ranks called a module and has trained none
         self.num_backwards = self.num_iterations = 0  # iterations with an update that no step of the run holds
         self._num_backwards_before = -1  # the last such update
         self._others: list[str] = []  # optimizers of other libraries
@@ -60,6 +61,11 @@ class Seen:
         if self.made:
             return f"{listed(self.made)} did not step, and {backwards}"
         others = f" (the script has {listed(self._others)})" if self._others else ""
+        if not self.num_backwards:
+            called = "no module with parameters was called"
+            if self.is_parallel:
+                called = "calls of a module in several ranks are not followed"
+            return f"torch was imported, no optimizer of torch.optim was built, and {called}"
         return f"torch was imported, no optimizer of torch.optim was built{others}, and {backwards}"
 
 

@@ -37,6 +37,17 @@ def models_of(module: nn.Module | None, optimizers: Sequence[Optimizer]) -> nn.M
         parameters = {key: tensor for key, tensor in parameters.items() if key not in known[root]}
     if len(roots) == 1 and not in_none:
         return roots[0]
+    return _together(roots, in_none)
+
+
+def evaluated_models() -> nn.Module:
+    """Return the outermost module of this process that has parameters, or one that holds all of them."""
+    gc.collect()  # modules that the script has dropped
+    roots = [root for root in _roots() if _owned(root)]
+    return roots[0] if len(roots) == 1 else _together(roots, [])
+
+
+def _together(roots: Sequence[nn.Module], in_none: Sequence[torch.Tensor]) -> SeveralModels:
     several = SeveralModels()
     for model in map(unwrapped, roots):
         # beside tensors alone, the only model keeps its names
@@ -57,11 +68,16 @@ def _owned(module: nn.Module) -> set[int]:
 
 def _outermost(keys: Set[int]) -> dict[nn.Module, set[int]]:
     """Return the outermost modules of this process that hold some of the parameters."""
+    owned = {one: _owned(one) & keys for one in _roots()}
+    return {one: found for one, found in owned.items() if found}
+
+
+def _roots() -> list[nn.Module]:
+    """Return the outermost modules of this process, in the order in which they were made."""
     modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
     modules = [one for one in modules if not isinstance(one, SeveralModels) and CHILDREN in vars(one)]
     inner = {id(child) for one in modules for child in one.children()}
-    owned = {one: _owned(one) & keys for one in modules if id(one) not in inner}
-    return {one: found for one, found in owned.items() if found}
+    return [one for one in modules if id(one) not in inner]
 
 
 def _free_name(several: nn.Module, name: str) -> str:

@@ -6,10 +6,12 @@ module is called in evaluation mode without gradients, or before the next call o
 ``DataLoader`` is iterated over, that call ends a step only if every optimizer has stepped: GANs take
 one step for each batch. Without one, each update ends a step, so that none mixes two iterations.
 
-If an optimizer updates parameters although no call of a module began a step, steps follow each other
-without a gap: each begins where the last update of an iteration ended.
+In a script without an optimizer and without a backward pass, each outermost call of a module with
+parameters is a step. If the script then trains, the run of these steps is removed.
 
-Before training begins, this costs 0.1 s once, and 0.2 microseconds for each call of a module.
+If an optimizer updates parameters although no call of a module began a step, each step begins where the
+last update of an iteration ended.
+Before training, this costs 0.1 s once, and 0.2 microseconds for each call of a module.
 """
 
 import os
@@ -31,6 +33,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, get_worker_info
 
+from det_callbacks.integrations.command import give_workers
 from det_callbacks.integrations.seen import Seen, report_seen
 from det_callbacks.internals.replaced import ReplacedMethods
 from det_callbacks.internals.torch import TORCH, DataLoaderIter, graph_task_id, keywords_of_call
@@ -41,6 +44,8 @@ from det_callbacks.training.draws import DrawnLoader
 
 if TYPE_CHECKING:
     from det_callbacks.integrations.followed import FollowedLoop
+
+_OWN_RUN = "the script has its own run"
 
 
 class TorchSteps:
@@ -64,8 +69,9 @@ class TorchSteps:
         self._loader_of: WeakKeyDictionary[Any, DrawnLoader] = WeakKeyDictionary()
         self._drawn: DrawnLoader | None = None  # source of the last batch
         self._has_drawn = False  # since the last step ended
-        self._iterator: Callable[[], Any] = _nothing  # a weak reference to the source's iterator
+        self._iterator: Callable[[], Any] = lambda: None  # a weak reference to the source's iterator
         self._last_loader: Any = None  # alive, since a script may keep only its iterator
+        self._begun: DrawnLoader | None = None  # whose iterator is being made
         self._replaced = ReplacedMethods()
         self._owner: int | None = None  # process of the run, or that gave way
         self._watched: int | None = None  # process that tells the command what it saw
@@ -81,6 +87,7 @@ class TorchSteps:
         around(Optimizer, "__init__", self._note_optimizer)
         self._replaced.put(torch.autograd, "backward", self._counting)
         around(DataLoader, "__iter__", self._begin_iteration)
+        around(DataLoaderIter, "__init__", self._make_iterator)
         around(DataLoaderIter, "__next__", self._draw)
         around(torch.inference_mode, "__enter__", self._enter_inference)
         around(dist, "destroy_process_group", self._part)
@@ -95,6 +102,7 @@ class TorchSteps:
 
     def give_way(self) -> None:
         """Stop, because the script builds a Lightning Trainer, which gets a callback."""
+        self._drop_evaluation()
         if self._run is not None and self._run.num_steps and not self._is_off:
             from det_callbacks.errors import SelectionError  # noqa: PLC0415  # only here
 
@@ -159,6 +167,7 @@ class TorchSteps:
         def counted(*args: Any, **kwargs: Any) -> Any:
             if graph_task_id() == -1:  # activation checkpointing calls it inside a backward pass
                 self._watch_process()
+                self._drop_evaluation()
                 self._seen.note_backward((Optimizer, nn.Module))
             return backward(*args, **kwargs)
 
@@ -167,20 +176,38 @@ class TorchSteps:
     def _begin_iteration(self, iterate: Callable[[Any], Any], loader: Any) -> Any:
         if self._is_elsewhere():
             return iterate(loader)
+        self._begun = known = self._begin_loader(loader)
+        try:
+            with self._loading():
+                iterator = iterate(loader)
+        finally:
+            self._begun = None
+        self._loader_of[iterator] = known
+        return iterator
+
+    def _make_iterator(self, init: Callable[..., None], iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+        """Begin an iteration here if the loader's class overrides ``__iter__``, as torchdata's does."""
+        if self._begun is not None or not isinstance(loader, DataLoader) or self._is_elsewhere():
+            init(iterator, loader, *args, **kwargs)
+            return
+        known = self._begin_loader(loader)
+        with self._loading():
+            init(iterator, loader, *args, **kwargs)  # may skip batches
+        known.draws.waiting.clear()
+        self._loader_of[iterator] = known
+
+    def _begin_loader(self, loader: Any) -> DrawnLoader:
         self._end_if_stepped()
         known = self._loaders.get(loader)
         if known is None:
-            self._give_workers(loader)
+            give_workers(loader)
             known = self._loaders[loader] = DrawnLoader(loader)
         self._last_loader = loader
         known.num_iterations += 1
         known.draws.waiting.clear()
         if self._run is not None:
             self._run.mark_iteration(known)
-        with self._loading():
-            iterator = iterate(loader)
-        self._loader_of[iterator] = known
-        return iterator
+        return known
 
     def _draw(self, draw: Callable[[Any], Any], iterator: Any) -> Any:
         known = None if self._is_elsewhere() else self._loader_of.get(iterator)
@@ -197,7 +224,7 @@ class TorchSteps:
             with self._loading():
                 batch = draw(iterator)
         except StopIteration:
-            self._iterator = _nothing
+            self._iterator = lambda: None
             if self._run is not None:
                 self._run.mark_epoch_end(known)
             raise
@@ -246,16 +273,45 @@ class TorchSteps:
                 return
             self._end_step()
         elif not has_gradients or not self._is_trained(module):
+            if self._is_evaluated(module):
+                self._begin_step(module, args, keywords, is_evaluation=True)
             return
         # a script that never calls train() trains in whatever mode its model has
         if module.training or not self._has_trained:
-            self._begin_step(module, args, keywords_of_call() if keywords is None else keywords)
-            if keywords is None and self._run is not None:
-                self._run.enter_call(module)
+            self._begin_step(module, args, keywords)
+
+    def _is_evaluated(self, module: nn.Module) -> bool:
+        """Return whether a call is a step of an evaluation: nothing has been trained so far."""
+        seen = self._seen
+        if self._run is None and REGISTRY.sink is not None:
+            self._recorder = _OWN_RUN
+        if self._run is None and (self._recorder or seen.made or seen.num_backwards or seen.updates):
+            return False
+        from det_callbacks.integrations.followed import may_evaluate  # noqa: PLC0415  # loads what records
+
+        return may_evaluate(self._asked, self._run, module, seen)
+
+    def _end_call(self, has_raised: bool) -> None:
+        if has_raised:
+            self._drop_step()
+        else:
+            self._end_step()
+        self._awaits_module = True
+
+    def _drop_evaluation(self) -> None:
+        """Remove the run of an evaluation, because the script trains."""
+        if self._run is not None and self._run.is_evaluation and not self._is_elsewhere():
+            run, self._run, self._owner, self._awaits_module = self._run, None, None, True
+            run.withdraw()
+
+    def _give_way_to_script(self) -> None:
+        self._drop_evaluation()
+        self._recorder = _OWN_RUN
 
     @runs_uncompiled
     def _after_update(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         self._watch_process()
+        self._drop_evaluation()
         if self._is_elsewhere():
             self._note_elsewhere(optimizer)
         elif self._run is None or not self._run.is_in_step:
@@ -328,17 +384,26 @@ class TorchSteps:
         assert self._run is not None, "an optimizer has stepped"
         return self._iterator() is None or all(id(one) in self._stepped for one in self._run.optimizers)
 
-    def _begin_step(self, module: nn.Module | None, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+    def _begin_step(
+        self,
+        module: nn.Module | None,
+        args: tuple[Any, ...],
+        keywords: Mapping[str, Any] | None,
+        *,
+        is_evaluation: bool = False,
+    ) -> None:
         """Begin a step at the call of a module, or where the last one ended."""
         from det_callbacks.integrations.command import print_errors_plainly  # noqa: PLC0415  # loads what records
         from det_callbacks.integrations.followed import FollowedLoop  # noqa: PLC0415  # likewise
 
+        if not is_evaluation:
+            self._drop_evaluation()
         if self._run is None and FollowedLoop.is_replaced():
             self._is_off, self._owner = True, os.getpid()
-            self._recorder = "the script has its own run"
+            self._recorder = _OWN_RUN
             return
         self._watch_process()
-        self._has_trained |= module is not None and module.training
+        self._has_trained |= not is_evaluation and module is not None and module.training
         self._awaits_module = module is None
         self._first_called, self._num_calls = module, 1
         self._num_backwards = self._seen.num_backwards
@@ -346,13 +411,19 @@ class TorchSteps:
             if self._run is None:
                 print_errors_plainly(self.fail)
                 self._owner = os.getpid()
-                self._run = FollowedLoop(self._asked, module, self._optimizers_with(module))
-                self._run.begin_fit()
+                optimizers = [] if is_evaluation else self._optimizers_with(module)
+                self._run = FollowedLoop(self._asked, module, optimizers)
+                self._run.begin_fit(self._give_way_to_script)
             elif module is not None and not self._run.holds(module):
                 self._run.end(self._seen)
-                self._run.take(module, self._optimizers_with(module))
-                self._run.begin_fit()
-            self._run.begin_step(args, keywords, self._drawn, has_drawn=self._has_drawn)
+                self._run.take(module, [] if is_evaluation else self._optimizers_with(module))
+                self._run.begin_fit(self._give_way_to_script)
+            given = keywords_of_call() if keywords is None else keywords
+            self._run.begin_step(args, given, self._drawn, has_drawn=self._has_drawn)
+            if keywords is None and module is not None:
+                self._run.enter_call(module)
+            if is_evaluation and module is not None:
+                self._run.await_return(module, self._end_call)
 
     def _optimizers_with(self, module: nn.Module | None) -> list[Optimizer]:
         import gc  # noqa: PLC0415  # only where training begins
@@ -391,7 +462,7 @@ class TorchSteps:
                 self._end_step()
             with self._failing_once():
                 if self._last_loader is None:
-                    self._give_workers(None)  # raises if workers were asked for
+                    give_workers(None)  # raises if workers were asked for
                 num_calls = 0 if self._first_called is None else self._num_calls
                 num_backwards = self._seen.num_backwards - self._num_backwards
                 self._run.end(self._seen, num_calls=num_calls, num_backwards=num_backwards)
@@ -420,18 +491,6 @@ class TorchSteps:
             self._run.end_process(self._seen)
         if not is_owner or self._run is None or not self._run.has_recorded:
             report_seen(self._recorder or self._seen.text())
-
-    def _give_workers(self, loader: Any) -> None:
-        from det_callbacks.environment.variables import NUM_WORKERS  # noqa: PLC0415  # only where a loader begins
-
-        if NUM_WORKERS in os.environ:
-            from det_callbacks.training.evidence import set_workers  # noqa: PLC0415  # loads all that records
-
-            set_workers([loader], os.environ[NUM_WORKERS])
-
-
-def _nothing() -> None:
-    """Stand for a dead reference."""
 
 
 @cache

@@ -97,16 +97,21 @@ GRAPH_SOURCE = "_dynamo_source"  # attribute of a graph's input: where Dynamo fo
 GRAPH_MEMBER = re.compile(r"[LG]\['\w+'\](?:\.__self__)?(?:\._(?:modules|parameters|buffers)\['[^']+'\])+")
 """Dynamo's text for a parameter or buffer: "L['self']._modules['net']._parameters['weight']"."""
 INDUCTOR_CONFIG = "torch._inductor.config"
-_inductor_options = TORCH.later(f"{INDUCTOR_CONFIG}._config", "inductor's options by name, with their defaults")
+_config_module = TORCH.later(
+    "torch.utils._config_module.ConfigModule", "the class of torch's modules of options, with their defaults"
+)
 
 
-def changed_inductor_options() -> dict[str, Any]:
-    """Return the options of inductor that the program changed; none if inductor was not imported."""
-    module = sys.modules.get(INDUCTOR_CONFIG)
-    if module is None:
-        return {}
-    options = _inductor_options()
-    return {name: value for name, value in module.get_config_copy().items() if value != options[name].default}
+def changed_options() -> dict[str, Any]:
+    """Return the options that the program changed, by path, of the modules of options that it imported."""
+    kind, changed = _config_module(), dict[str, Any]()
+    for path, module in sorted(sys.modules.copy().items()):
+        if issubclass(type(module), kind) and path.startswith("torch."):
+            options: Any = module
+            for name, value in options.get_config_copy().items():
+                if value != options._config[name].default:
+                    changed[f"{path}.{name}"] = value
+    return changed
 
 
 is_compiled_in_place = TORCH.of_instance(

@@ -30,7 +30,8 @@ def newer_than_tested(framework: str = "lightning") -> list[str]:
 
     ``framework`` is the distribution that trains; ``pytorch_lightning`` has the versions of ``lightning``.
     """
-    tested = {"torch": TESTED["torch"], framework: OPTIONAL.get(framework, TESTED["lightning"])}
+    known = {**TESTED, "pytorch_lightning": TESTED["lightning"], **OPTIONAL}
+    tested = {name: known[name] for name in ("torch", framework) if name in known}
     installed = {package: installed_version(package) for package in tested}
     return [
         f"{package} {found} is newer than any version that det_callbacks was tested with ({tested[package][1]})"

@@ -4,7 +4,7 @@ import copy
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from det_callbacks.digest.components import measure_tensors
-from det_callbacks.digest.numbers import Tolerance, default_tolerance
+from det_callbacks.digest.numbers import Tolerance, default_tolerance, epsilon
 from det_callbacks.errors import ModuleRunError, NothingComparedError
 from det_callbacks.internals import dynamo
 from det_callbacks.internals.torch import TORCH
@@ -26,13 +25,15 @@ from det_callbacks.numerics.result import PHASES, Kind, NumericsReport, Phase, T
 from det_callbacks.observers.values import leaves_of
 from det_callbacks.runs.patterns import as_names
 from det_callbacks.settings import MAX_SEED, DeterminismSettings, enforce_determinism
+from det_callbacks.tensors.copies import copy_bits
+from det_callbacks.tensors.files import SavedTensor, measure_saved
 from det_callbacks.text import count
 from det_callbacks.trace.op.same_bits import is_special
 from det_callbacks.trace.state.leaves import flatten
 
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any] | Callable[[int], Any]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-Values = dict[tuple[Phase, str], Tensor]
+Values = dict[tuple[Phase, str], SavedTensor]
 """(phase, name) -> a copy of a tensor that an iteration computed, in order; numbers become tensors."""
 
 
@@ -48,6 +49,7 @@ def compare_modules(
     atol: float | None = None,
     modules: Sequence[str] = ("*",),
     seed: int = 0,
+    join: int | None = None,
 ) -> NumericsReport:
     """Train two modules side by side from the same seeds, and compare all tensors that they compute.
 
@@ -75,6 +77,8 @@ def compare_modules(
         atol: absolute tolerance: ``abs(base - control) <= atol + rtol * abs(base)``.
         modules: fnmatch patterns for the names of submodules whose outputs are compared; () for none.
         seed: seed of iteration 0; iteration i has seed + i.
+        join: dimension in which the outputs of a submodule's calls in one iteration are joined, such as that of the
+            tokens: one side computes them together, the other one by one. The default compares call by call.
 
     Returns:
         The report; ``report.assert_close()`` raises if a tensor is beyond its tolerance.
@@ -107,7 +111,7 @@ def compare_modules(
     # copies made in inference mode cannot be trained; the second context restores flags and generators
     with torch.inference_mode(False), enforce_determinism(DeterminismSettings.choose()):
         has_compiled = _is_compiled(base) or _is_compiled(control)
-        options: dict[str, Any] = {"loss": loss, "seed": seed}
+        options: dict[str, Any] = {"loss": loss, "seed": seed, "join": join}
         options["make_optimizer"] = optimizer or partial(torch.optim.SGD, lr=0.01)
         options["patterns"] = () if has_compiled else as_names("modules", modules)
         base_side = _Side(label="base", module=_copy_of("base", base), **options)
@@ -132,36 +136,27 @@ def compare_modules(
     )
 
 
-def _compared(base: Values, control: Values, iteration: int, given: Tolerance | None) -> list[TensorComparison]:
-    """Return the comparisons of an iteration in the order of the base; tensors of the control alone come last."""
-    return [
-        _comparison(key, base.get(key), control.get(key), iteration, given)
-        for key in sorted({**base, **control}, key=lambda key: PHASES.index(key[0]))
+def _compared(base: Values, control: Values, iteration: int, given: Tolerance | None) -> Iterator[TensorComparison]:
+    """Yield the comparisons of an iteration in the order of the base; tensors of the control alone come last."""
+    order = [*PHASES]
+    for phase, name in sorted({**base, **control}, key=lambda key: order.index(key[0])):
+        one, other = base.get((phase, name)), control.get((phase, name))
         # submodules may be merged or replaced; only those that both sides ran locate a difference
-        if key[0] != "module" or (key in base and key in control)
-    ]
-
-
-def _comparison(
-    key: tuple[Phase, str], base: Tensor | None, control: Tensor | None, iteration: int, given: Tolerance | None
-) -> TensorComparison:
-    kind: Kind = "extra" if base is None else "missing" if control is None else "structure"
-    measured: dict[str, Any] = {"excess": math.inf}
-    if base is not None and control is not None and (base.shape, base.dtype) == (control.shape, control.dtype):
-        dtype = str(base.dtype).removeprefix("torch.")
-        # integers have to be equal, whatever the tolerance
-        has_numbers = base.is_floating_point() or base.is_complex()
-        tolerance = given if given is not None and has_numbers else default_tolerance(dtype)
-        found = measure_tensors(base, control, tolerance)
-        kind = "content" if found.num_differing else "equal"
-        rtol, atol = tolerance
-        measured = {"measure": found, "excess": found.excess, "rtol": rtol, "atol": atol}
-    sides: dict[str, Any] = {"base": _described(base), "control": _described(control)}
-    return TensorComparison(iteration=iteration, phase=key[0], name=key[1], kind=kind, **sides, **measured)
-
-
-def _described(value: Tensor | None) -> str | None:
-    return None if value is None else f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+        if phase == "module" and (one is None or other is None):
+            continue
+        kind: Kind = "extra" if one is None else "missing" if other is None else "structure"
+        measured: dict[str, Any] = {"excess": math.inf}
+        if one is not None and other is not None and (one.shape, one.dtype) == (other.shape, other.dtype):
+            # integers have to be equal, whatever the tolerance
+            rtol, atol = tolerance = given if given and epsilon(one.dtype) else default_tolerance(one.dtype)
+            found = measure_saved(one, other, tolerance)
+            kind = "content" if found.num_differing else "equal"
+            measured = {"measure": found, "excess": found.excess, "rtol": rtol, "atol": atol}
+        sides: dict[str, Any] = {
+            side: None if value is None else f"{value.dtype} {list(value.shape)}"
+            for side, value in (("base", one), ("control", other))
+        }
+        yield TensorComparison(iteration=iteration, phase=phase, name=name, kind=kind, **sides, **measured)
 
 
 def compare_compiled(
@@ -232,6 +227,7 @@ class _Side:
     loss: Callable[[Any], Tensor] | None
     make_optimizer: OptimizerFactory
     seed: int
+    join: int | None
     patterns: tuple[str, ...]
     optimizer: torch.optim.Optimizer | None = None
 
@@ -277,7 +273,12 @@ class _Side:
             found["loss", "loss"] = _copied("loss", loss)
             if loss.requires_grad:
                 loss.backward()
-        self._add_gradients(found, (args, kwargs))
+        # in the order of the backward pass: an error in one layer spreads to all layers before it
+        last_first = reversed([*self.module.named_parameters()])
+        named: list[tuple[str, Any]] = [(_plain_name(name), parameter) for name, parameter in last_first]
+        for name, leaf in chain(named, *(flatten(arguments, "input") for arguments in (args, kwargs))):
+            if isinstance(leaf, Tensor) and leaf.is_leaf and leaf.grad is not None:
+                found["gradient", name] = _copied(name, leaf.grad)
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         if self.optimizer is None and parameters:
             self.optimizer = self.make_optimizer(parameters)
@@ -287,18 +288,9 @@ class _Side:
         self._add_state(found, "parameter", "buffer")
 
     def _add_state(self, found: Values, parameters: Phase, buffers: Phase) -> None:
-        for name, parameter in self.module.named_parameters():
-            found[parameters, _plain_name(name)] = _copied(name, parameter)
-        for name, buffer in self.module.named_buffers():
-            found[buffers, _plain_name(name)] = _copied(name, buffer)
-
-    def _add_gradients(self, found: Values, call: Any) -> None:
-        # in the order of the backward pass: an error in one layer spreads to all layers before it
-        last_first = reversed([*self.module.named_parameters()])
-        leaves: list[tuple[str, Any]] = [(_plain_name(name), parameter) for name, parameter in last_first]
-        for name, leaf in chain(leaves, *(flatten(arguments, "input") for arguments in call)):
-            if isinstance(leaf, Tensor) and leaf.is_leaf and leaf.grad is not None:
-                found["gradient", name] = _copied(name, leaf.grad)
+        named = self.module.named_parameters(), self.module.named_buffers()
+        for phase, tensors in zip((parameters, buffers), named, strict=True):
+            found |= {(phase, _plain_name(name)): _copied(name, tensor) for name, tensor in tensors}
 
     def _submodules_into(self, found: Values) -> AbstractContextManager[Any]:
         """Return a context in which the outputs of submodules are added to ``found``.
@@ -314,13 +306,31 @@ class _Side:
 
         def add(module: nn.Module, _: Any, output: Any) -> None:
             if (name := names.get(id(module))) is not None:
-                call = f"{name} #{num_calls[name]}" if num_calls[name] else name
+                call = f"{name} #{num_calls[name]}" if num_calls[name] and self.join is None else name
                 num_calls[name] += 1
                 for path, leaf in flatten(output, call):
                     if isinstance(leaf, Tensor):
-                        found["module", path] = _copied(path, leaf)
+                        found["module", path] = self._joined(found.get(("module", path)), _copied(path, leaf))
 
         return register_module_forward_hook(add) if names else nullcontext()
+
+    def _joined(self, earlier: SavedTensor | None, later: SavedTensor) -> SavedTensor:
+        """Return what two calls of a submodule computed as one tensor, or the later if they do not fit together."""
+        num_dims = len(later.shape)
+        if earlier is None or self.join is None or earlier.dtype != later.dtype or len(earlier.shape) != num_dims:
+            return later
+        if not -num_dims <= self.join < num_dims:
+            return later
+        at = self.join % num_dims
+        if any(
+            one != other for dim, (one, other) in enumerate(zip(earlier.shape, later.shape, strict=True)) if dim != at
+        ):
+            return later
+        # the last dimension holds the bytes of an element
+        parts = [part.bits.reshape(*part.shape, -1) for part in (earlier, later) if part.bits.size]
+        joined = np.concatenate(parts, axis=at) if parts else later.bits
+        shape = (*later.shape[:at], earlier.shape[at] + later.shape[at], *later.shape[at + 1 :])
+        return replace(later, shape=shape, bits=joined.reshape(-1))
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -372,9 +382,8 @@ def _call_of(inputs: Inputs, iteration: int) -> tuple[tuple[Any, ...], dict[str,
     return (tuple(inputs) if isinstance(inputs, tuple) else (inputs,)), {}
 
 
-def _copied(name: str, value: Tensor) -> Tensor:
+def _copied(name: str, value: Tensor) -> SavedTensor:
     with torch.no_grad():
-        value = value.detach()
         if value.layout != torch.strided or value.is_meta or is_special(value):
             raise TypeError(f"{name} is not an ordinary strided tensor with elements; compare its components")
-        return value.resolve_conj().resolve_neg().clone()
+        return copy_bits(value.detach().resolve_conj().resolve_neg(), None)

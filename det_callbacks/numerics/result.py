@@ -2,11 +2,12 @@
 
 import json
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from det_callbacks.digest.numbers import Measure
+from det_callbacks.digest.numbers import Measure, can_measure
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.report.console import Section, Table, to_text
 from det_callbacks.report.numerics import COLUMNS, measured, multiple_text, ulps_text
@@ -17,10 +18,7 @@ from det_callbacks.verdict import as_json
 Phase = Literal["initial", "module", "output", "loss", "gradient", "parameter", "buffer"]
 Kind = Literal["equal", "content", "structure", "missing", "extra"]
 
-PHASES: tuple[Phase, ...] = get_args(Phase)
-"""The phases in the order in which an iteration computes them."""
-
-_PHASE_WORDS = {
+PHASES: Mapping[Phase, str] = {
     "initial": "initial state",
     "module": "submodule output",
     "output": "output",
@@ -29,6 +27,7 @@ _PHASE_WORDS = {
     "parameter": "parameter after the step",
     "buffer": "buffer after the step",
 }
+"""The phases and their names, in the order in which an iteration computes them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +47,8 @@ class TensorComparison:
             elements cannot be matched.
         rtol: relative tolerance.
         atol: absolute tolerance.
-        excess: the largest difference divided by its tolerance; infinite for a tolerance of 0.
+        excess: the largest difference divided by its tolerance; infinite for a tolerance of 0, and without a distance:
+            a NaN or an infinity on one side, or a dtype whose numbers are not known.
 
     Examples:
         >>> layer = torch.nn.LayerNorm(8)
@@ -154,18 +154,11 @@ class NumericsReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data: the counts, and all differences."""
-        first, worst = self.first, self.worst
-        counts = {}
-        for phase in PHASES:
-            if found := [one for one in self.comparisons if one.phase == phase]:
-                differing, beyond = sum(not one.equal for one in found), sum(not one.close for one in found)
-                counts[phase] = {"compared": len(found), "differing": differing, "beyond": beyond}
         return {
             "schema": 1,
             **{name: getattr(self, name) for name in ("base", "control", "equal", "close", "num_iterations")},
-            "counts": counts,
-            "first": None if first is None else first.to_dict(),
-            "worst": None if worst is None else worst.to_dict(),
+            "counts": {phase: counts for phase, counts, _ in _by_phase(self)},
+            **{name: one and one.to_dict() for name, one in (("first", self.first), ("worst", self.worst))},
             "differing": [found.to_dict() for found in self.differing],
             "notes": list(self.notes),
         }
@@ -208,29 +201,34 @@ def _text(report: NumericsReport) -> str:
     named["The largest outside submodule outputs"] = report.worst
     for what, found in named.items():
         if found is not None:
-            place = f"{_PHASE_WORDS[found.phase]} {found.name} in iteration {found.iteration}"
+            place = f"{PHASES[found.phase]} {found.name} in iteration {found.iteration}"
             lines.append(f"{what}: {place}: {_how(found)}.")
     head = Section(title=title, lines=lines)
     return to_text([head, Section(table=_summary(report)), Section(lines=report.notes)])
 
 
+def _by_phase(report: NumericsReport) -> Iterator[tuple[Phase, dict[str, int], list[TensorComparison]]]:
+    """Yield each phase with its counts, and its tensors that differ."""
+    for phase in PHASES:
+        found = [one for one in report.comparisons if one.phase == phase]
+        differing, beyond = [one for one in found if not one.equal], sum(not one.close for one in found)
+        if found:
+            yield phase, {"compared": len(found), "differing": len(differing), "beyond": beyond}, differing
+
+
 def _summary(report: NumericsReport) -> Table:
     rows = []
-    for phase, name in _PHASE_WORDS.items():
-        found = [tensor for tensor in report.comparisons if tensor.phase == phase]
-        if not found:
-            continue
-        differing = [tensor for tensor in found if not tensor.equal]
-        known = [tensor.measure for tensor in differing if tensor.measure is not None]
-        largest: dict[str, Any] = {
-            name: max((getattr(one, name) for one in known if one.ulp is not None), default=None)
-            for name in ("ulp", "relative", "absolute")
-        }
-        excess = max((tensor.excess for tensor in differing), default=0.0)
-        cells = measured(**largest, excess=excess) if differing else ["-"] * 4
-        since = f"iteration {min(tensor.iteration for tensor in differing)}" if differing else "-"
-        counts = (len(found), len(differing), sum(not tensor.close for tensor in found))
-        rows.append((name, *counts, *cells, since))
+    for phase, counts, differing in _by_phase(report):
+        cells, since = ["-"] * len(COLUMNS[1:]), "-"
+        if differing:
+            known = [one.measure for one in differing if one.measure is not None and one.measure.ulp is not None]
+            largest: dict[str, Any] = {
+                name: max((getattr(one, name) for one in known), default=None)
+                for name in ("ulp", "relative", "absolute")
+            }
+            cells = measured(**largest, excess=max(one.excess for one in differing))
+            since = f"iteration {min(one.iteration for one in differing)}"
+        rows.append((PHASES[phase], *counts.values(), *cells, since))
     columns = ("compared", "tensors", "differ", "beyond", *COLUMNS[1:], "differ since")
     return Table(columns=columns, rows=rows)
 
@@ -238,4 +236,6 @@ def _summary(report: NumericsReport) -> Table:
 def _how(found: TensorComparison) -> str:
     if found.measure is None:
         return f"{found.base or 'missing'} in the base, {found.control or 'missing'} in the control"
-    return f"{ulps_text(found.measure.ulp)}, {multiple_text(found.excess)} x the tolerance"
+    dtype = str(found.base).partition(" ")[0]
+    size = ulps_text(found.measure.ulp) if can_measure(dtype) else f"{dtype}, whose numbers are not known"
+    return f"{size}, {multiple_text(found.excess)} x the tolerance"

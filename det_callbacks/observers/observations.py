@@ -4,7 +4,7 @@ import itertools
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
@@ -191,13 +191,18 @@ class Observations:
 
 
 class Registry:
-    """Holds the active observer of the process in ``sink``, which each observation reads."""
+    """Holds the active observer of the process in ``sink``, which each observation reads.
+
+    Before another observer begins, ``make_room`` removes one that goes unasked.
+    """
 
     def __init__(self) -> None:
         self.sink: Observations | None = None
+        self.make_room: Callable[[], None] = _nothing
 
     def activate(self, sink: Observations) -> None:
         """Make a sink the only active observer."""
+        self.make_room()
         if self.sink is not None:
             raise TraceError(
                 f"Another observer is already active ({self.sink.owner}). Leave the ObserverContext, or end the fit "
@@ -209,6 +214,10 @@ class Registry:
         """Deactivate an observer, if it is active."""
         if self.sink is sink:
             self.sink = None
+
+
+def _nothing() -> None:
+    """Remove no observer."""
 
 
 REGISTRY = Registry()

@@ -100,7 +100,7 @@ def rounding_sentence(numerics: Numerics) -> str:
 def measured(ulp: int | None, relative: float | None, absolute: float | None, excess: float | None) -> list[str]:
     """Return the cells of a table: ULPs, relative and absolute error, multiple of the tolerance."""
     return [
-        "NaN or inf" if ulp is None else f"{ulp:,}",
+        "unknown" if ulp is None else f"{ulp:,}",
         *("-" if it is None else f"{it:.2g}" for it in (relative, absolute)),
         multiple_text(excess),
     ]

@@ -1,13 +1,13 @@
 """Sentences of a verdict that belong to no cause, and on a metric that differs."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from det_callbacks.causes.sentences import both_values, number_text, of_segment, source_text
 from det_callbacks.causes.settings import begun_before
 from det_callbacks.compare.collectives import Classification, CollectiveCall
-from det_callbacks.compare.metrics import GENERATOR_STATE, MetricDifference
+from det_callbacks.compare.metrics import MetricDifference
 from det_callbacks.compare.ranks import WholeSteps
-from det_callbacks.compare.record import Tally
+from det_callbacks.compare.record import RankRecord, Tally
 from det_callbacks.runs.environment import (
     AS_COMMITTED,
     CHANGED_FILE,
@@ -17,7 +17,7 @@ from det_callbacks.runs.environment import (
     SETTINGS,
     item_of,
 )
-from det_callbacks.text import count, listed, ranks_text
+from det_callbacks.text import MAX_RANKS, count, listed, ranks_text
 from det_callbacks.verdict import EnvironmentDifference, VerdictName
 
 _IN_ORDER = {
@@ -170,24 +170,24 @@ def explain_metric(metric: MetricDifference) -> str:
 def metric_lines(metric: MetricDifference) -> tuple[str, ...]:
     where = _reading(metric)
     return tuple(
-        f"{name}, {where}: {reference} in the reference, {current} in the current run"
-        for name, reference, current in metric.evidence
+        f"{row.shown}, {where}: {reference} in the reference, {current} in the current run"
+        for row, reference, current in metric.differing_reads
     )
 
 
 def advise_metric(metric: MetricDifference) -> str:
     """Return what to do about a metric, without a final stop; may be ""."""
-    _, found = metric.known_reason
     reading = metric.readings[1]
     if metric.explaining_choice is not None:
         return ""
     if metric.kind != "content":
         todo = "Check where epochs end: limit_train_batches, drop_last, the length of the data"
         return todo if metric.is_read_in_one else ""
-    if found.startswith(GENERATOR_STATE):
-        return f"The {found} differs, so seed the code that computes the metric"
-    if found:
-        return f"The {found} differs, so check the data that the metric is computed from"
+    if metric.root is not None:
+        row = metric.root[0]
+        seeds = row.kind == "generator"
+        todo = "seed the code that computes the metric" if seeds else "check the data that the metric is computed from"
+        return f"The {row.shown} differs, so {todo}"
     if metric.is_after_gap:
         return begun_before("The difference may have started", reading.step + 1, metric.choices)
     later = "" if reading.where == "epoch" else ", and only the first batch of each loader is compared"
@@ -198,3 +198,15 @@ def advise_metric(metric: MetricDifference) -> str:
 
 def _reading(metric: MetricDifference) -> str:
     return metric.readings[1].place + of_segment(metric.segment)
+
+
+def explain_unfinished(records: Mapping[int, RankRecord]) -> str:
+    """Return what was compared if a rank of the verification did not end, else ""."""
+    last = []
+    for rank, record in records.items():
+        if record.is_unfinished and (stop := record.stopped) is not None:
+            known = f"steps until {stop.step}" if stop.step >= 0 else "no step"
+            last.append(known + (f" on rank {rank}" if len(records) > 1 else ""))
+    if not last:
+        return ""
+    return f"The verification was killed, or is still running: it compared {listed(last, limit=MAX_RANKS)}"

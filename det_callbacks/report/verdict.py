@@ -17,6 +17,7 @@ from det_callbacks.verdict import (
     MAX_ORIGINS,
     Divergence,
     EnvironmentDifference,
+    Restored,
     Resume,
     TensorNumbers,
     TrailEntry,
@@ -112,26 +113,72 @@ def head_report(verdict: Verdict) -> list[Section]:
     return [*report, Section(title="Evidence", items=verdict.evidence)] if verdict.evidence else report
 
 
-_RESTORED_BY = {
-    "parameters": "model.load_state_dict",
-    "buffers": "model.load_state_dict; a buffer with persistent=False is in no checkpoint",
-    "optimizer": "optimizer.load_state_dict, after the model is on its device",
-    "data": 'the position in the data: a stateful loader, or skip what was trained; resume="exact" in Lightning',
+_EXACTLY = 'fit(ckpt_path=...) with resume="exact"'
+_BY_BOTH_FILES = "resume_from_checkpoint, if the folder has optimizer.pt and scheduler.pt (not save_only_model=True)"
+_RESTORED_BY: Mapping[str, Mapping[str, str]] = {
+    "parameters": {"torch": "model.load_state_dict"},
+    "buffers": {"torch": "model.load_state_dict; a buffer with persistent=False is in no checkpoint"},
+    "optimizer": {
+        "torch": "optimizer.load_state_dict, after the model is on its device",
+        "lightning": "fit(ckpt_path=...), not with save_weights_only=True",
+        "transformers": _BY_BOTH_FILES,
+        "accelerate": "accelerator.load_state, after accelerator.prepare(optimizer)",
+    },
+    "options": {
+        "torch": "scheduler.load_state_dict, after optimizer.load_state_dict",
+        "lightning": "fit(ckpt_path=...)",
+        "transformers": _BY_BOTH_FILES,
+        "accelerate": "accelerator.load_state, after accelerator.prepare(scheduler)",
+    },
+    "further": {"torch": "its load_state_dict", "lightning": "fit(ckpt_path=...)"},
+    "generators": {
+        "torch": "its state as saved, set after the trained batches are skipped",
+        "lightning": _EXACTLY,
+        "transformers": "rng_state.pth, which the Trainer loads after the first batch: the data set may not draw",
+        "accelerate": "accelerator.load_state, called once the first batch is loaded",
+    },
+    "gradients": {
+        "torch": "save after an update, when no gradients are accumulated",
+        "lightning": _EXACTLY,
+    },
+    "data": {
+        "torch": "its generators as the epoch began, and skip the trained batches; or a loader with a state_dict",
+        "lightning": _EXACTLY,
+        "transformers": "resume_from_checkpoint without ignore_data_skip=True",
+        "accelerate": "skip_first_batches, with use_seedable_sampler=True and set_epoch",
+    },
 }
-_OF_GENERATORS = 'the generator\'s state, before the first batch is drawn; resume="exact" in Lightning'
+_STATES: Mapping[Restored, str] = {"exchanged": "of another parameter", "reseeded": "seeded again"}
+_IN_ORDER = "the reference's order of the parameters that the optimizer is given"
 
 
 def resume_table(resume: Resume) -> Table:
     """Return a row for each part of the state, what was not restored first."""
     rows: list[tuple[str, str, str]] = []
-    for name, state in resume.restored.items():
-        if isinstance(state, str):
-            rows.append((name, state, _RESTORED_BY[name]))
+    for part, state in resume.restored.items():
+        by_framework = _RESTORED_BY[part]
+        todo = by_framework.get(resume.framework, by_framework["torch"])
+        if part == "data" and resume.of_step.get(part) == resume.step:
+            rows.append((part, "other content", "what the data set draws from, before the batch is loaded"))
+        elif isinstance(state, str):
+            rows.append((part, _state_text(state, resume.of_step.get(part)), todo))
+        elif part == "optimizer":
+            names = defaultdict[Restored, list[str]](list)
+            for name, one in state.items():
+                names[one].append(name)
+            texts = [f"{listed(names[one])} {_state_text(one)}" for one in sorted(names, key="restored".__eq__)]
+            text = "; ".join(texts) if len(names) > 1 else _state_text(next(iter(names)))
+            rows.append((part, text, _IN_ORDER if "exchanged" in names else todo))
         else:
-            rows += [(f"generator {generator}", one, _OF_GENERATORS) for generator, one in state.items()]
+            kind = "generator " if part == "generators" else ""
+            rows += [(f"{kind}{name}", _state_text(one, resume.of_step.get(name)), todo) for name, one in state.items()]
     rows.sort(key=lambda row: row[1] == "restored")
     shown = [(name, state, "" if state == "restored" else todo) for name, state, todo in rows]
     return Table(columns=("what", "state", "what restores it"), rows=shown)
+
+
+def _state_text(state: Restored, of_step: int | None = None) -> str:
+    return f"that of step {of_step}" if of_step is not None else _STATES.get(state, state)
 
 
 def trail_table(trail: Sequence[TrailEntry]) -> Table:

@@ -15,16 +15,24 @@ PLACE = "<place"  # where a value had an absolute path
 # Names of entries, or their prefixes.
 DIGEST = "digest."  # how a device computes digests
 VARIABLE = "env."  # an environment variable that is set
-INDUCTOR = "inductor."  # an option of inductor that the program changed
+OPTION = "option."  # an option of torch's compiler that the program changed, by its path
+PACKAGE = "package."  # the version of an imported package
+BUILD = "torch.build."  # how torch was built
+BACKENDS = "torch.backends."  # a flag there
+TORCH = "torch.version"
 CONFIGURATION = "config."  # a key of an application's configuration
 COMMIT = "code.git_commit"
 CHANGED_FILE = "code.file."  # digest of a source file that differs from the commit
 SETTINGS = "settings."  # one that det_callbacks enforced
+WITHOUT_EFFECT = "settings without effect"  # sentences on settings that could not act
 OPTIMIZER = "optimizer"  # classes of the optimizers; prefix of their options
 FOLLOWED = "loop.followed"  # the models and optimizers of a script that was followed
+EACH_CALL = "none; each call of "  # begins that entry if no optimizer stepped
 UNRECORDED = "loop.unrecorded"  # parts of the training of such a script that no step holds
 GENERATOR = "generators."  # digest of the first state of a generator of rank 0
 ARGUMENTS = "process.argv"  # the words that started the program
+
+TRAINER = "trainer.strategy"  # only Lightning's Trainer has it
 
 LENGTHS = frozenset({"trainer.min_epochs", "trainer.max_epochs", "trainer.min_steps", "trainer.max_steps"})
 """Settings of the number of steps, which change nothing in common steps."""
@@ -50,6 +58,8 @@ class EnvironmentEntry:
     changes_bits: bool
 
 
+_NOTES = {UNRECORDED, WITHOUT_EFFECT}  # each run's own; a verification may stop before it knows the first
+
 Environment: TypeAlias = Mapping[str, EnvironmentEntry]
 """Facts that may affect the bits of a run, by name; no host or user names, absolute paths, addresses, secrets."""
 
@@ -60,9 +70,11 @@ def compare_environments(reference: Environment, current: Environment) -> tuple[
     Values are compared as JSON, so 1, 1.0 and true differ.
     """
     differences = []
+    has_other_torch = reference.get(TORCH) != current.get(TORCH)
+    is_of_older = not all(any(name.startswith(BUILD) for name in entries) for entries in (reference, current))
     has_other_optimizer = reference.get(OPTIMIZER) != current.get(OPTIMIZER)
     both = [_without_lone_configuration(reference, current), _without_lone_configuration(current, reference)]
-    for name in sorted({*both[0], *both[1]} - {UNRECORDED}):  # a verification may stop before it is known
+    for name in sorted({*both[0], *both[1]} - _NOTES):
         sides = [entries.get(name) for entries in both]
         known = [side for side in sides if side is not None]
         values = [
@@ -76,6 +88,12 @@ def compare_environments(reference: Environment, current: Environment) -> tuple[
             continue
         if has_other_optimizer and len(known) == 1 and name.startswith(f"{OPTIMIZER}."):
             continue
+        if name.startswith(BUILD) and has_other_torch:
+            continue
+        if name.startswith((BUILD, BACKENDS)) and len(known) == 1 and (has_other_torch or is_of_older):
+            continue
+        if name.startswith(PACKAGE) and len(known) == 1:  # the code imports it, or an earlier version recorded none
+            continue
         differences.append(
             EnvironmentDifference(
                 name=name,
@@ -88,6 +106,12 @@ def compare_environments(reference: Environment, current: Environment) -> tuple[
     return tuple(differences)
 
 
+def framework_of(environment: Environment) -> str:
+    """Return what trained: "transformers", "accelerate" or "lightning", else "torch"."""
+    known = ("transformers", "transformers.version"), ("accelerate", "accelerate.version"), ("lightning", TRAINER)
+    return next((framework for framework, entry in known if entry in environment), "torch")
+
+
 def _absent(name: str, entries: Environment) -> object:
     """Return what a run without an entry says of it."""
     if item_of(name, CHANGED_FILE):
@@ -96,7 +120,7 @@ def _absent(name: str, entries: Environment) -> object:
     is_of_first_version = any(key.startswith(VARIABLE) and entry.value is None for key, entry in entries.items())
     if not is_of_first_version and name.startswith(VARIABLE):
         return None
-    return DEFAULT if not is_of_first_version and name.startswith(INDUCTOR) else NOT_RECORDED
+    return DEFAULT if not is_of_first_version and name.startswith((OPTION, BACKENDS)) else NOT_RECORDED
 
 
 def _without_lone_configuration(entries: Environment, other: Environment) -> Environment:

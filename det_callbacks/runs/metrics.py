@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from det_callbacks.runs.files import MAX_BYTES, READ_ERRORS, damaged, opened, seal, unseal
 from det_callbacks.runs.store import Run
@@ -36,6 +37,24 @@ class Metric:
         return self.dtype, self.shape, self.digest
 
 
+class ReadRow(NamedTuple):
+    """Something that the metrics of a reading depend on, with its value as text.
+
+    The length of the data of a loader, the state of a generator after the metrics were computed, a tensor of the first
+    batch of a loader, or that another hook than usual began the epoch, so that other metrics may be logged.
+    """
+
+    kind: Literal["length", "generator", "batch", "hook"]
+    of: str
+    value: str
+
+    @property
+    def shown(self) -> str:
+        """What it is, in words."""
+        words = {"length": "samples of ", "batch": "first batch of ", "hook": ""}
+        return words.get(self.kind, f"{self.kind} ") + self.of
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
     """The metrics that were computed at one place, in the order of the log."""
@@ -45,7 +64,7 @@ class Reading:
     step: int  # the last training step before it, or -1
     epoch: int
     metrics: Mapping[str, Metric]
-    evidence: Mapping[str, str] = field(default_factory=dict)  # explains a difference
+    reads: tuple[ReadRow, ...] = ()  # explain a difference
 
     @property
     def key(self) -> tuple[str, int, bool]:

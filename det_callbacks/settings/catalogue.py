@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache, partial
+from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
@@ -42,6 +43,7 @@ class Setting:
     getter: Callable[[], Any] | None = None
     setter: Callable[[Any], object] | None = None
     is_cuda_only: bool = False
+    reader: str = ""  # the package that reads it, if torch does not
 
     def read(self) -> Any:
         if self.getter is not None:
@@ -86,6 +88,12 @@ class Setting:
         if is_in_use and "nccl" in str(group.get_backend()).lower():
             return f"an NCCL process group exists, and NCCL has read {self.variable}={in_force} already"
         return None
+
+    def idle_reason(self) -> str | None:
+        """Return why no value can have an effect on this machine, or None."""
+        if self.reader and find_spec(self.reader) is None:
+            return f"only {self.reader} reads {self.variable}, and it is not installed"
+        return "there is no CUDA device" if self.is_cuda_only and not torch.cuda.is_available() else None
 
     def as_text(self, value: Any) -> str:
         return str(int(value)) if isinstance(value, bool) else str(value)
@@ -209,7 +217,6 @@ _ALL = (
         name="sdpa_backends",
         getter=lambda: tuple(name for name in SDPA_BACKENDS if getattr(torch.backends.cuda, f"{name}_sdp_enabled")()),
         setter=_set_sdpa,
-        **_OF_CUDA,
     ),
     *(
         _flag(
@@ -230,8 +237,8 @@ _ALL = (
         when="start",
     ),
     Setting(name="python_hash_seed", variable="PYTHONHASHSEED", allowed=_SEEDS, when="start"),
-    _variable("flash_attention_deterministic", _BOOLS, **_OF_CUDA),
-    _variable("nvte_allow_nondeterministic_algo", _BOOLS, **_OF_CUDA),
+    _variable("flash_attention_deterministic", _BOOLS, reader="transformers", **_OF_CUDA),
+    _variable("nvte_allow_nondeterministic_algo", _BOOLS, reader="transformer_engine", **_OF_CUDA),
 )
 
 SETTINGS: Mapping[str, Setting] = {setting.name: setting for setting in _ALL}
@@ -265,7 +272,7 @@ class DeterminismSettings:
         float32_matmul_precision: of matrix products of float32.
         fp16_reduced_precision_reduction: whether matrix products of float16 may accumulate in it.
         bf16_reduced_precision_reduction: the same for bfloat16.
-        sdpa_backends: those allowed for attention: "math", "flash", "mem_efficient", "cudnn".
+        sdpa_backends: those allowed for attention, even on a CPU: "math", "flash", "mem_efficient", "cudnn".
         inductor_deterministic: whether Inductor chooses kernels without timing them.
         inductor_max_autotune: whether Inductor times kernels and keeps the fastest.
         nccl_algo: NCCL's algorithm, such as "Ring".
@@ -276,7 +283,7 @@ class DeterminismSettings:
         mkl_cbwr: code path of Intel MKL, such as "COMPATIBLE".
         aten_cpu_capability: vector instructions of torch's CPU kernels.
         python_hash_seed: ``PYTHONHASHSEED``, 0 to 2**32 - 1.
-        flash_attention_deterministic: whether the backward pass of flash-attn has a fixed order.
+        flash_attention_deterministic: whether transformers asks flash-attn for a backward pass in a fixed order.
         nvte_allow_nondeterministic_algo: whether Transformer Engine may use nondeterministic kernels.
 
     Raises:

@@ -17,9 +17,16 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from det_callbacks.environment.rng import RewindPoint
 from det_callbacks.errors import SettingsError
-from det_callbacks.settings.catalogue import SETTINGS, DeterminismSettings, attribute_back, variable_back
+from det_callbacks.internals.dynamo import INDUCTOR_CONFIG
+from det_callbacks.settings.catalogue import (
+    SETTINGS,
+    DeterminismSettings,
+    attribute_back,
+    start_environment,
+    variable_back,
+)
+from det_callbacks.settings.generators import RewindPoint
 
 # written by set_float32_matmul_precision, which cannot restore "none" (torch 2.13)
 _WRITTEN_TOO = ("torch.backends.cuda.matmul.fp32_precision", "torch.backends.mkldnn.matmul.fp32_precision")
@@ -74,6 +81,38 @@ class EnforcedDeterminism(ExitStack):
 
 def enforced_names() -> set[str]:
     return {name for settings in _enforced for name in SETTINGS if getattr(settings, name) is not None}
+
+
+def settings_without_effect() -> list[str]:
+    """Return a sentence for each enforced setting, and each variable that the program set, that does not act here.
+
+    A machine without CUDA is no such reason. That a setting acts cannot be seen.
+    """
+    wanted = {
+        name: value for settings in _enforced for name in SETTINGS if (value := getattr(settings, name)) is not None
+    }
+    found = [
+        f"{name}={value!r}: only {SETTINGS[name].reader} reads {SETTINGS[name].variable}, and it was not imported"
+        for name, value in wanted.items()
+        if SETTINGS[name].reader and SETTINGS[name].reader not in sys.modules
+    ]
+    if wanted.get("deterministic_algorithms") == "warn" and torch.cuda.is_available():
+        found.append("deterministic_algorithms='warn': on CUDA, attention keeps its nondeterministic backward pass")
+    start = start_environment()
+    for name, value in sorted(os.environ.items()):
+        option = _option_of(name)
+        if option is not None and start.get(name) != value and f"{option[1]}" not in (value, f"{value == '1'}"):
+            found.append(f"{name}={value}: it was set after the start, and {option[0]} is {option[1]}")
+    return found
+
+
+def _option_of(variable: str) -> tuple[str, Any] | None:
+    """Return the option that a variable sets when torch or Inductor starts, and its value."""
+    if variable == "OMP_NUM_THREADS":
+        return "torch.get_num_threads()", torch.get_num_threads()
+    name = variable.removeprefix("TORCHINDUCTOR_").lower()
+    options = sys.modules.get(INDUCTOR_CONFIG) if variable.startswith("TORCHINDUCTOR_") else None
+    return (f"{INDUCTOR_CONFIG}.{name}", getattr(options, name)) if hasattr(options, name) else None
 
 
 def enforce_determinism(settings: DeterminismSettings | Mapping[str, Any]) -> EnforcedDeterminism:

@@ -219,7 +219,7 @@ class _Copier:
         for names in groups.values():
             self._save(names)
         if plan.draws_random:  # from the generator of the process: one that is given was refused
-            (call.saved[GENERATOR],) = self._budget.copy([torch.default_generator.get_state()], plan.name, None)
+            call.saved[GENERATOR] = self._budget.copy(torch.default_generator.get_state(), plan.name, None)
 
     def _text(self, name: str, value: Any, argument: str | None = None) -> str:
         argument = name if argument is None else argument
@@ -258,7 +258,7 @@ class _Copier:
         if not (is_alone and first.is_contiguous()):
             whole = torch.empty(0, dtype=first.dtype, device=first.device)
             whole.set_(first.untyped_storage(), begin, (max(end - begin, 0),), (1,))
-        (self._call.saved[names[0]],) = self._budget.copy([whole], self._call.plan.name, None)
+        self._call.saved[names[0]] = self._budget.copy(whole, self._call.plan.name, None)
         for name, tensor in zip(names, tensors, strict=True):
             self._call.tensors[name] = {
                 "of": names[0],

@@ -7,7 +7,6 @@ wrappers around one such tensor (a DTensor's shard).
 
 import math
 import shutil
-from collections.abc import Sequence
 from ctypes import memmove
 from pathlib import Path
 
@@ -76,17 +75,17 @@ class TensorBudget:
         self._mib = mib
         self.num_bytes = 0  # copied in the current step
 
-    def copy(self, tensors: Sequence[Tensor], op: str, deferred: DeferredSites | None) -> list[SavedTensor]:
-        """Return copies of all tensors of an op; raise ``ReplayError`` if they exceed the budget. See ``copy_bits``."""
-        num_bytes = self.num_bytes + sum(plain(tensor).nbytes for tensor in tensors)
+    def copy(self, tensor: Tensor, op: str, deferred: DeferredSites | None) -> SavedTensor:
+        """Return a copy of a tensor of an op; raise ``ReplayError`` if it exceeds the budget. See ``copy_bits``."""
+        num_bytes = self.num_bytes + plain(tensor).nbytes
         if num_bytes > self._mib * MIB:
             raise ReplayError(
                 f"This step would save {num_bytes / MIB:.3g} MiB with {op}, and tensor_budget_mib is {self._mib:g}. "
                 "Save fewer tensors, or give a larger tensor_budget_mib."
             )
-        copies = [copy_bits(tensor, deferred) for tensor in tensors]
+        saved = copy_bits(tensor, deferred)
         self.num_bytes = num_bytes
-        return copies
+        return saved
 
 
 def check_budget(value: object) -> float:

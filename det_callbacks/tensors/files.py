@@ -19,9 +19,10 @@ from typing import Any, Self
 import numpy as np
 
 from det_callbacks.digest.host import digest_bytes, format_digest
-from det_callbacks.digest.numbers import Measure, measure
+from det_callbacks.digest.numbers import Measure, Tolerance, measure
 from det_callbacks.runs.disk import make_folder, open_to_write, writing
 from det_callbacks.runs.files import MAX_BYTES, READ_ERRORS, damaged, open_file, require_at_most
+from det_callbacks.runs.program import Site
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Divergence
 
@@ -99,13 +100,14 @@ class KeptCounts:
     reason: str = ""
 
     def __add__(self, other: "KeptCounts") -> "KeptCounts":
-        return KeptCounts(
-            num_tensors=self.num_tensors + other.num_tensors,
-            num_bytes=self.num_bytes + other.num_bytes,
-            num_sampled=self.num_sampled + other.num_sampled,
-            num_missing=self.num_missing + other.num_missing,
-            reason=self.reason or other.reason,
-        )
+        names = "num_tensors", "num_bytes", "num_sampled", "num_missing"
+        numbers = {name: getattr(self, name) + getattr(other, name) for name in names}
+        return KeptCounts(**numbers, reason=self.reason or other.reason)
+
+
+def key_of(site: Site) -> str:
+    """Return the key of the tensor kept at a site."""
+    return f"{site.phase}/{site.module}:{site.op}#{site.occurrence}.{site.output}"
 
 
 def sample_start(name: str) -> int:
@@ -127,7 +129,7 @@ def common_elements(reference: SavedTensor, current: SavedTensor) -> tuple[Saved
     return reference, current
 
 
-def measure_saved(reference: SavedTensor, current: SavedTensor) -> Measure:
+def measure_saved(reference: SavedTensor, current: SavedTensor, tolerance: Tolerance | None = None) -> Measure:
     """Return by how much two tensors of the same shape differ, in the elements that both have."""
     size, known = None, reference.options.get("statistics")
     if known is not None:
@@ -135,7 +137,8 @@ def measure_saved(reference: SavedTensor, current: SavedTensor) -> Measure:
         size = math.sqrt(known["squares"] / max(num - known["nan"] - known["inf"], 1))
     reference, current = common_elements(reference, current)
     dtypes = reference.dtype, current.dtype
-    return measure(np.ravel(reference.bits), np.ravel(current.bits), dtypes, root_mean_square=size)
+    bits = np.ravel(reference.bits), np.ravel(current.bits)
+    return measure(*bits, dtypes, tolerance=tolerance, root_mean_square=size)
 
 
 def tensor_path(stream: Path, kind: str, step: int) -> Path:

@@ -14,7 +14,7 @@ from det_callbacks.digest.numbers import can_measure
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.tensors.copies import STATISTICS, TENSOR_BUDGET_MIB, copy_bits, plain, statistics_of
-from det_callbacks.tensors.files import LEFT_OUT, MIB, KeptCounts, SavedTensor, StepWriter, sample_start
+from det_callbacks.tensors.files import LEFT_OUT, MIB, KeptCounts, SavedTensor, StepWriter, key_of, sample_start
 from det_callbacks.tensors.replay import OpSelection
 from det_callbacks.trace.op.components import holds_data
 from det_callbacks.trace.op.deferred_sites import DeferredSites
@@ -128,10 +128,9 @@ def _entries(trace: StepTrace, op: str, first: int, outputs: dict[int, _Copy]) -
             return {}
         place = {name: getattr(site, name) for name in ("phase", "module", "op", "occurrence", "output")}
         digest = format_digest(int(trace.digests[first + index]))
-        key = f"{site.phase}/{site.module}:{site.op}#{site.occurrence}.{site.output}"
         options = {"site_digest": digest, **place}
         if copy.statistics is not None:
             options["statistics"] = dict(zip(STATISTICS, copy.statistics.tolist(), strict=True))
         bits = np.ascontiguousarray(copy.saved.bits).reshape(-1)
-        entries[key] = replace(copy.saved, bits=bits, options=options)
+        entries[key_of(site)] = replace(copy.saved, bits=bits, options=options)
     return entries

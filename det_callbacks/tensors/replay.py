@@ -144,7 +144,7 @@ class Replay:
             if self._writer is not None:
                 if key in self._copies:
                     raise ValueError(f"the step has saved {key!r} already")
-                (self._copies[key],) = self._budget.copy([live], op, deferred)
+                self._copies[key] = self._budget.copy(live, op, deferred)
                 self._ops.append((op, self._copies[key].bits.nbytes))
             return None
         if key not in self.saved.entries:

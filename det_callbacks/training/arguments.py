@@ -11,13 +11,13 @@ import msgspec
 
 from det_callbacks.digest.host import format_digest
 from det_callbacks.environment.capture import capture_environment, command_choice
-from det_callbacks.environment.rng import digest_generator
 from det_callbacks.environment.variables import PERTURB, REPLACES_OWN
 from det_callbacks.errors import SelectionError
-from det_callbacks.runs.environment import GENERATOR, OPTIMIZER, EnvironmentEntry
+from det_callbacks.runs.environment import GENERATOR, OPTIMIZER, WITHOUT_EFFECT, EnvironmentEntry
 from det_callbacks.runs.patterns import as_patterns
 from det_callbacks.runs.selection import Level, Selection
-from det_callbacks.settings import DeterminismSettings, settings_in_force
+from det_callbacks.settings import DeterminismSettings, settings_in_force, settings_without_effect
+from det_callbacks.settings.generators import digest_generator
 from det_callbacks.tensors.copies import TENSOR_BUDGET_MIB, check_budget
 from det_callbacks.tensors.replay import replay_patterns
 from det_callbacks.trace.state.generators import process_generators
@@ -144,6 +144,8 @@ def manifest_of(training: Training, arguments: RunArguments, *, is_resumed: bool
         names = [f"{type(scheduler).__name__} each {interval}" for scheduler, interval in schedulers]
         chosen["optimizer.lr_scheduler"] = ", ".join(names) or "none"
     chosen |= {**_started_by(), **arguments.choices, "settings": {"allow": allow}}
+    if idle := settings_without_effect():
+        chosen[WITHOUT_EFFECT] = idle
     if PERTURB in os.environ:
         chosen["inputs of the first step"] = "last bit changed"
     starts = {} if is_resumed else _generator_starts()

@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader, Sampler
 
 from det_callbacks.digest.host import digest_bytes
 from det_callbacks.digest.unobserved import hidden, unobserved
-from det_callbacks.environment.rng import Held
 from det_callbacks.environment.variables import NUM_WORKERS
 from det_callbacks.errors import SettingsError
 from det_callbacks.internals.torch import BUFFERS, PARAMETERS, modules_in
 from det_callbacks.runs.evidence import KIND_OF_SAMPLER, LOADER
+from det_callbacks.settings.generators import Held
 from det_callbacks.trace.op.components import has_parts, holds_data
 from det_callbacks.trace.state.generators import GeneratorReader, Ledger
 from det_callbacks.trace.state.leaves import attributes_of, flatten
@@ -169,16 +169,19 @@ def _settings_of(loader: Any) -> Iterator[tuple[str, str]]:
     # the only method of the program that is called: its samplers, and a progress bar, call it as well
     if getattr_static(type(dataset), "__len__", None) is not None:
         yield "length of the data set", str(len(dataset))
-    # accelerate sets it on the batch sampler only
+    batch_sampler = loader.batch_sampler
+    # accelerate wraps it to skip or share out batches, and sets the size on the innermost only
+    while (inner := attributes_of(batch_sampler).get("batch_sampler")) is not None:
+        batch_sampler = inner
     size = loader.batch_size
     if size is None:
-        size = attributes_of(loader.batch_sampler).get("batch_size")
+        size = attributes_of(batch_sampler).get("batch_size")
     yield "batch_size", str(size)
     for name in ("num_workers", "drop_last", "persistent_workers", "in_order"):
         yield name, str(getattr(loader, name, None))
     samplers = loader.sampler, loader.batch_sampler
     # a loader that gets its batch sampler has a sequential sampler that draws nothing
-    yield "sampler", _kind_of(getattr_static(loader.batch_sampler, "sampler", loader.sampler))
+    yield "sampler", _kind_of(getattr_static(batch_sampler, "sampler", loader.sampler))
     yield "set_epoch", str(any(getattr_static(sampler, "set_epoch", None) for sampler in samplers))
     collate = loader.collate_fn
     yield "collate_fn", (collate if isinstance(collate, FunctionType) else type(collate)).__qualname__

@@ -23,7 +23,7 @@ from det_callbacks.training.arguments import RunArguments, manifest_of
 from det_callbacks.training.auditing import Auditing, Replicas
 from det_callbacks.training.fits import note_fit
 from det_callbacks.training.recording import Recording
-from det_callbacks.training.session import Session
+from det_callbacks.training.session import Session, Steps
 from det_callbacks.training.training import Training
 from det_callbacks.training.verifying import Verifying
 from det_callbacks.verdict import Verdict
@@ -48,7 +48,8 @@ class FollowedRun(RunArguments):
         self.verdict: Verdict | None = None
         self.audit_report: AuditReport | None = None
         self._group = RankGroup()
-        self._session = self._hooks = Session()  # both are the session while a fit is open
+        self._session = Session()
+        self._hooks = Steps()  # the session while a fit is open
         self._stage = ExitStack()  # closes everything that a fit or another stage opened
         self._ops: NondeterministicOps | None = None
         self._watch: NondeterministicOpWatch | None = None
@@ -182,7 +183,7 @@ class FollowedRun(RunArguments):
 
     def _close_fit(self) -> None:
         self._is_open = False
-        hooks, self._hooks = self._hooks, Session()
+        hooks, self._hooks = self._hooks, Steps()
         hooks.close()
 
     def _stop(self, exception: BaseException) -> None:

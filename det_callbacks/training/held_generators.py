@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from det_callbacks.environment.rng import HELD_TYPES, Held, is_default
 from det_callbacks.internals.torch import CHILDREN, DataLoaderIter
+from det_callbacks.settings.generators import HELD_TYPES, Held, is_default
 from det_callbacks.trace.state.leaves import attributes_of, shown
 
 MAX_OBJECTS = 20_000

@@ -3,10 +3,9 @@
 from torch import Tensor, as_tensor, float64
 from torch.distributed.tensor import DTensor
 
-from det_callbacks.compare.metrics import GENERATOR_STATE
 from det_callbacks.digest.components import digest_tensor
 from det_callbacks.digest.host import digest_bytes, format_digest
-from det_callbacks.runs.metrics import Metric
+from det_callbacks.runs.metrics import Metric, ReadRow
 from det_callbacks.trace.state.generators import GeneratorReader, Ledger
 
 
@@ -21,7 +20,7 @@ def metric_of(value: Tensor | float) -> Metric:
     return Metric(dtype=dtype, shape=tuple(tensor.shape), digest=digest, value=repr(shown))
 
 
-def generator_states(reader: GeneratorReader) -> dict[str, str]:
+def generator_states(reader: GeneratorReader) -> tuple[ReadRow, ...]:
     ledger = Ledger(reader)
     ledger.mark("")
-    return {f"{GENERATOR_STATE}{row.of}": format_digest(row.value) for row in ledger.take(0)}
+    return tuple(ReadRow("generator", row.of, format_digest(row.value)) for row in ledger.take(0))

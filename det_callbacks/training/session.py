@@ -17,6 +17,7 @@ from det_callbacks.findings.table import ignored_findings
 from det_callbacks.observers.observations import REGISTRY, Observations
 from det_callbacks.runs.evidence import AFTER_BACKWARD, AFTER_FORWARD, BATCH_END
 from det_callbacks.runs.manifest import Manifest
+from det_callbacks.runs.metrics import Reading
 from det_callbacks.runs.peers import ALONE, Peers
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import Expectation, StepTrace
@@ -51,8 +52,63 @@ class Progress(NamedTuple):
     chain: int | None = None  # None before the first step, and after a difference
 
 
-class Session:
-    """Handles the fits of a run; this base class does nothing, for when no fit is open."""
+class Steps:
+    """What a way in reports of the steps of a fit, in its order; this class does nothing, for when no fit is open.
+
+    ``attach`` follows the setup of the data, and ``close``, which may be called twice, the last step. Between ``pause``
+    and ``unpause`` ops belong to no step.
+    """
+
+    def attach(self, training: Training) -> None:
+        """Begin to follow the models and optimizers."""
+
+    def find_resumed(self, batch: Any) -> int | None:
+        """Return the step from which a run continues its reference, if its state tells."""
+
+    def begin_step(self, step: int, batch: Any) -> None:
+        """Begin a step with its batch."""
+
+    def add_batch(self, batch: Any) -> None:
+        """Record another batch of the step."""
+
+    def enter_call(self, module: Any) -> None:
+        """Note a call of a module that began before the step."""
+
+    def note_loss(self, loss: Any) -> None:
+        """Note the tensor whose backward pass begins."""
+
+    def begin_gradients(self) -> None:
+        """Note that the backward pass has ended, and an update may follow."""
+
+    def pause(self) -> None:
+        """Leave ops out of the step."""
+
+    def unpause(self) -> None:
+        """Record ops again."""
+
+    def mark(self, point: str) -> None:
+        """Read the generators at a boundary, such as "epoch start"."""
+
+    def end_step(self, step: int, epoch: int, outputs: Any) -> bool:
+        """End a step with what it returned; return whether to stop."""
+        return False
+
+    def drop_step(self) -> None:
+        """Forget a step that did not end."""
+
+    def flush(self, step: int) -> None:
+        """Write the evidence from before a step."""
+
+    def close(self) -> None:
+        """Stop following the run."""
+
+
+class Session(Steps):
+    """Handles the fits of a run, and the calls that log metrics without a fit; each mode is a subclass.
+
+    ``clear_results`` and ``prepare`` come before a fit builds anything, ``begin`` and ``follow`` before its first step;
+    after the last one comes ``end``, or ``stop`` after an exception. The base class handles none: ``is_over``.
+    """
 
     root: Path  # default parent of folders
     manifest: Mapping[str, Any]  # as in run.json
@@ -89,23 +145,31 @@ class Session:
         last_fit = max((at for at, stage in enumerate(self.stages) if stage == FIT), default=-1)
         return self.stages[last_fit + 1 :].count(call)
 
-    def _nothing(self, *_: Any, **__: Any) -> Any:
-        pass
+    def clear_results(self) -> None:
+        """Remove the results of an earlier verification or audit, before anything can fail."""
 
-    # ``end_step`` and ``put_metrics`` return whether to stop, ``begin_gradients`` sets the phase, ``add_batch`` records
-    # another batch of a step, ``flush`` writes evidence
-    begin_step = mark = note_loss = begin_gradients = add_batch = end_step = drop_step = flush = _nothing
-    # between ``pause`` and ``unpause`` ops belong to no step
-    pause = unpause = _nothing
-    # ``clear_results`` removes the results of an earlier verification or audit, before anything can fail;
-    # ``follow`` precedes the setup of the data, ``attach`` follows it; ``close`` may be called twice
-    clear_results = follow = attach = close = put_metrics = resume_metrics = _nothing
-    # ``enter_call`` notes a call of a module that began before the step
-    # ``find_resumed`` returns the step from which a run continues its reference, if its state tells
-    enter_call = find_resumed = _nothing
-    # ``end`` prints the closing line and raises; ``stop`` closes the files after an exception
-    # ``withdraw`` removes a run without steps
-    end = stop = progress = withdraw = _nothing
+    def follow(self, training: Training, ops: NondeterministicOps | None) -> None:
+        """Begin to follow a run, before the setup of its data."""
+
+    def put_metrics(self, reading: Reading) -> bool:
+        """Record or compare what was logged; return whether to stop."""
+        return False
+
+    def resume_metrics(self, reading: Reading, *, is_first: bool) -> None:
+        """Note from where on a resumed fit logs."""
+
+    def progress(self) -> Progress:
+        """Return how far the run is."""
+        return Progress()
+
+    def end(self, *, is_early: bool = False) -> None:
+        """Close the files, print the closing line, and raise if the run differs."""
+
+    def stop(self, reason: str) -> None:
+        """Close the files after an exception."""
+
+    def withdraw(self) -> None:
+        """Remove a run without steps."""
 
     def _print_once(self, text: str) -> None:
         if self.peers.rank == 0:

@@ -11,12 +11,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from det_callbacks.digest.unobserved import unobserved
-from det_callbacks.environment.rng import Held
 from det_callbacks.internals.dynamo import ORIGINAL
 from det_callbacks.internals.torch import CHILDREN, DDP_IGNORED, scaler_state
 from det_callbacks.ranks.replicas import ReplicatedState, replicated_state
 from det_callbacks.report.console import print_closing_line
 from det_callbacks.runs.program import further_name
+from det_callbacks.settings.generators import Held
 from det_callbacks.trace.state.leaves import attributes_of, flatten
 from det_callbacks.training.draws import Draws
 

@@ -100,7 +100,7 @@ class Verifying(TracedSession):
     @override
     @hidden
     def find_resumed(self, batch: Any) -> int | None:
-        if not self.arguments.selection.is_every_step:
+        if not (self._is_first and self.arguments.selection.is_every_step):
             return None
         leaves = flatten(batch, "batch", is_whole=True)
         given = [(name, value) for name, value in leaves if isinstance(value, Tensor) and holds_data(value)]

@@ -23,7 +23,7 @@ from det_callbacks.compare.record import TOGETHER, Tally, read_records
 from det_callbacks.compare.resume import resume_of
 from det_callbacks.compare.rounding import Rounding
 from det_callbacks.compare.step import compare_steps
-from det_callbacks.errors import NothingComparedError, ReferenceFormatError, SelectionError
+from det_callbacks.errors import NothingComparedError, ReferenceFormatError
 from det_callbacks.findings.table import find_findings
 from det_callbacks.report.numerics import nonfinite_sentence
 from det_callbacks.report.sentences import (
@@ -32,15 +32,23 @@ from det_callbacks.report.sentences import (
     explain_match,
     explain_metric,
     explain_ranks,
+    explain_unfinished,
     explain_whole_steps,
     metric_lines,
     order_lines,
     steps_agree,
     without_starts,
 )
-from det_callbacks.runs.environment import FOLLOWED, LENGTHS, UNRECORDED, choices_of_steps, compare_environments
+from det_callbacks.runs.environment import (
+    FOLLOWED,
+    LENGTHS,
+    UNRECORDED,
+    WITHOUT_EFFECT,
+    choices_of_steps,
+    compare_environments,
+    framework_of,
+)
 from det_callbacks.runs.metrics import read_metrics
-from det_callbacks.runs.place import HOW_TO_CONTINUE
 from det_callbacks.runs.store import Run
 from det_callbacks.text import MAX_RANKS, capitalised, count, listed
 from det_callbacks.verdict import (
@@ -56,6 +64,7 @@ from det_callbacks.verdict import (
     Verdict,
     VerdictName,
 )
+from det_callbacks.verify.comparable import other_world_size, require_equal_selections, require_reference
 
 SMALL_BYTES = 256 * 2**20
 """Two runs whose steps take less than this together are read whole: it takes a second or less."""
@@ -134,7 +143,7 @@ def compare_runs(
     if reference_run.manifest.world_size != world_size:
         reason = other_world_size(reference_run, world_size)
         return Verdict.refused(str(reference_run.path), str(current_run.path), reason, environment)
-    _require_equal_selections(reference_run, current_run)
+    require_equal_selections(reference_run, current_run)
     is_verification = current_run.keeps != "all"
     records = read_records(reference_run, current_run) if is_verification else {}
     if records:
@@ -148,6 +157,8 @@ def compare_runs(
         notes.append(f"The current run is incomplete: {current_run.incomplete_reason}")
     if steps == "common":
         notes.append("Only the steps that both runs have were compared")
+    if unfinished := explain_unfinished(records):
+        notes.append(unfinished)
     if not records:
         ranks = [run.rank(rank) for run in (reference_run, current_run) for rank in run.ranks]
         if sum(rank.num_bytes for rank in ranks) < SMALL_BYTES:
@@ -177,23 +188,6 @@ def compare_runs(
     )
 
 
-def _require_equal_selections(reference: Run, current: Run) -> None:
-    """Raise SelectionError if the runs recorded different modules, phases or levels."""
-    reference_selection = reference.manifest.selection.to_dict()
-    current_selection = current.manifest.selection.to_dict()
-    differing = [
-        name for name in ("level", "modules", "phases") if reference_selection[name] != current_selection[name]
-    ]
-    if differing:
-        shown = "; ".join(
-            f"{name}: {reference_selection[name]!r} and {current_selection[name]!r}" for name in differing
-        )
-        raise SelectionError(
-            f"{reference.path} and {current.path} were recorded with different arguments ({shown}), so nothing was "
-            f"compared. Record the current run with the reference's {', '.join(differing)}."
-        )
-
-
 def _nonfinite(reference: Run, current: Run) -> list[str]:
     """Return the first number of each run that is not finite, among the tensors that it kept."""
     found = {"reference": first_nonfinite(reference), "current run": first_nonfinite(current)}
@@ -206,33 +200,6 @@ def _findings(current: Run) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
         return find_findings(current), ()
     except ReferenceFormatError as error:
         return (), (f"the findings of the current run cannot be read: {error}",)
-
-
-def other_world_size(reference: Run, world_size: int) -> str:
-    """Return the message on a run whose number of processes is not the reference's."""
-    before = reference.manifest.world_size
-    return (
-        f"The reference {reference.path} has a world size of {before} and this run has {world_size}, so their steps "
-        f"use different batches and cannot be compared. Use {before} processes, or record a reference with "
-        f"{world_size}."
-    )
-
-
-def require_reference(run: Run, steps: str) -> None:
-    """Raise ReferenceFormatError unless the run can be a reference, for all or for common steps."""
-    if run.keeps != "all":
-        raise ReferenceFormatError(
-            f"{run.path} cannot be a reference: a verification wrote it, and kept only its diverging steps. Pass the "
-            "folder of a recording.",
-            str(run.path),
-        )
-    if not run.is_complete and steps == "all":
-        raise ReferenceFormatError(
-            f"The reference {run.path} is incomplete: {run.incomplete_reason} Continue the recording from a "
-            f'checkpoint (mode="record"; {HOW_TO_CONTINUE}), record it again, or compare the steps that it has with '
-            'steps="common" (det-callbacks: --steps common).',
-            str(run.path),
-        )
 
 
 class _Answer(NamedTuple):
@@ -319,7 +286,9 @@ class _Judge:
         if not whole:  # the length of a run explains nothing in a step that both have
             others = [entry for entry in others if entry.name not in LENGTHS]
         tally = self.tally
+        idle = self.walk.current.manifest.environment.get(WITHOUT_EFFECT)
         notes = [*order_lines(tally.reordered), *environment_notes(others, verdict), *self.notes]
+        notes += [f"A setting has no effect: {text}" for text in (() if idle is None else idle.value)]
         parts = [answer.text, answer.advice, *notes]
         return Verdict(
             verdict=verdict,
@@ -378,6 +347,9 @@ class _Judge:
         tally, walk = self.tally, self.walk
         has_steps = bool(tally.num_steps or walk.records)
         has_compared = bool(tally.num_sites or tally.num_metrics)
+        unfinished = explain_unfinished(walk.records)
+        if unfinished and not has_divergence:
+            raise NothingComparedError(f"{unfinished}, and found no difference in {walk.current.path}. Verify again.")
         # steps in only one run compare nothing
         if not has_compared and not (has_divergence and has_steps):
             raise NothingComparedError(
@@ -479,5 +451,7 @@ class _Judge:
             unrestored=fit.unrestored if fit is not None and may_be_unrestored else (),
             evidence=evidence,
             shows_rank=self.show_rank,
+            framework=framework_of(current.manifest.environment),
+            resumed_at=max((at for fit, at in current.resumed_steps if fit == segment and at <= step), default=None),
             is_last=(reference_steps[-1] == step, last_step == step),
         )

@@ -17,15 +17,15 @@ from det_callbacks.compare.metrics import MetricComparison
 from det_callbacks.compare.record import (
     REPORT_FILE,
     TOGETHER,
+    UNFINISHED,
     VERDICT_FILE,
     FitRecord,
     RankRecord,
     Stop,
     Tally,
-    record_path,
     write_record,
 )
-from det_callbacks.compare.resume import find_resumed_step, state_at_end
+from det_callbacks.compare.resume import exchanged, find_resumed_step, state_at_end
 from det_callbacks.compare.step import StepCounter, compare_steps
 from det_callbacks.errors import NotComparableError, RankError, SelectionError
 from det_callbacks.runs.disk import replace_atomically, writing
@@ -39,10 +39,14 @@ from det_callbacks.runs.steps import Expectation, StepTrace
 from det_callbacks.runs.store import Run
 from det_callbacks.runs.writer import RunWriter
 from det_callbacks.verdict import Divergence, EnvironmentDifference, Verdict
-from det_callbacks.verify.judge import compare_runs, other_world_size, require_reference
+from det_callbacks.verify.comparable import other_world_size, require_reference
+from det_callbacks.verify.judge import compare_runs
 
 STORED_STEPS = 100
 """How many diverging steps of a rank are stored; each is as large as in a recording."""
+
+STEPS_BETWEEN_RECORDS = 1000
+"""After so many compared steps the record is written again, so that a kill loses no more of them."""
 
 
 def open_reference(
@@ -113,7 +117,7 @@ class Verification:
         self._rows: list[EvidenceRow] = []
         self._lasting: dict[tuple[str, ...], EvidenceRow] = {}
         self._is_explained = self._lacks_steps = False
-        self._num_stored = 0
+        self._num_stored = self._num_unwritten = 0
         self._counter = StepCounter()
 
     @property
@@ -149,9 +153,9 @@ class Verification:
 
     def withdraw_verdict(self) -> None:
         """Remove the files of an outdated verdict, because the comparison continues."""
-        with writing(self.current):
-            record_path(self.current, self.rank).unlink(missing_ok=True)
-            if self.rank == 0:
+        self._write_record(UNFINISHED)
+        if self.rank == 0:
+            with writing(self.current):
                 for name in (VERDICT_FILE, REPORT_FILE):
                     (self.current / name).unlink(missing_ok=True)
 
@@ -174,9 +178,13 @@ class Verification:
 
     def begin_fit(self, segment: int, *, is_resumed: bool = False, is_every_step: bool = True) -> None:
         """Start a fit; a verdict on earlier fits is outdated."""
-        self.withdraw_verdict()
         self.fit = FitRecord(segment=segment, is_resumed=is_resumed)
         self._fits.append(self.fit)
+        try:
+            self.withdraw_verdict()
+        except BaseException:  # such as a full disk, or Ctrl-C
+            self.close(complete=False)
+            raise
         self.is_resuming = is_resumed and is_every_step
         self._known = frozenset(self._ranks.steps(segment).tolist() if segment in self._ranks.segments else ())
         self._rows.clear()
@@ -228,11 +236,12 @@ class Verification:
             return
         previous, current_state = self.reference.view(self.rank, self.segment, step - 1), digest_state()
         sites = [(site, int(previous.record.digests[at])) for at, site in state_at_end(previous.program)]
-        reference_state = {site.name: bits for site, bits in sites}
+        reference_state = {str(site.name): bits for site, bits in sites}
         changed = [name for name, bits in current_state.items() if reference_state.get(name) != bits]
         # the step also recorded what training_step returned
         lacking = [str(site.name) for site, _ in sites if site.name not in current_state and site.of in current_state]
         self.fit.unrestored, self.fit.lacking = (*changed, *lacking), tuple(lacking)
+        self.fit.exchanged = exchanged(changed, reference_state, current_state)
 
     def idle_generators(self, step: int) -> frozenset[str] | None:
         """Return the generators that the reference had not drawn from by the last recorded step before this."""
@@ -254,6 +263,14 @@ class Verification:
 
     def add(self, trace: StepTrace, *, step: int, epoch: int) -> bool:
         """Compare a step; return whether it differs."""
+        num_stored = self._num_stored
+        differs = self._compare(trace, step, epoch)
+        self._num_unwritten += 1
+        if self._num_stored > num_stored or self._num_unwritten == STEPS_BETWEEN_RECORDS:
+            self._write_record(UNFINISHED)
+        return differs
+
+    def _compare(self, trace: StepTrace, step: int, epoch: int) -> bool:
         if self.is_resuming:
             self._writer.note_resumed(step)
         fit, self.is_resuming = self.fit, False
@@ -367,6 +384,10 @@ class Verification:
     def _seal(self, reason: str, *, complete: bool = True) -> bool:
         """Close the files of this rank and write its record; return whether it differs."""
         self._writer.close(complete=complete)
+        self._write_record(reason)
+        return self.has_divergence
+
+    def _write_record(self, reason: str) -> None:
         last = max(self.fit.compared | self.fit.extra, default=-1)
         stop = Stop(segment=self.segment, step=last, reason=reason) if reason else None
         record = RankRecord(
@@ -380,7 +401,7 @@ class Verification:
             stopped=stop,
         )
         write_record(self.current, record)
-        return self.has_divergence
+        self._num_unwritten = 0
 
     def write(self, verdict: Verdict) -> None:
         """Write a verdict into the current run's folder."""

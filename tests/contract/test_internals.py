@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel
+from packaging.requirements import Requirement
 from test_house import sources
 from trainers import quiet_trainer
 
@@ -147,7 +149,7 @@ def test_every_name_is_there_and_says_what_it_is_for():
 
 
 LACKING = """
-import sys
+import contextlib, io, json, sys
 from importlib import import_module
 from pkgutil import walk_packages
 from det_callbacks.internals import private_names
@@ -158,23 +160,28 @@ for module in walk_packages(package.__path__, "det_callbacks."):
     if not module.name.endswith(("__main__", "sitecustomize", "huggingface")):
         import_module(module.name)
 from det_callbacks.cli import main
-sys.exit(main(sys.argv[1:]))
+ended = []
+for words in json.loads(sys.argv[1]):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        status = main(words)
+    ended.append((status, " ".join(said.getvalue().split())))
+print(json.dumps(ended))
 """
-
-
-@pytest.mark.parametrize(
-    ("command", "status", "line"),
-    [
-        (("diff", REFERENCE, REFERENCE), 0, "0 differing"),
-        (("doctor",), 2, "Missing: torch {} has no torch._C._current_graph_task_id ("),
-        (("ops",), 2, "Not supported: torch {} has no torch._C._current_graph_task_id ("),
-    ],
+LACKS = "torch {} has no torch._C._current_graph_task_id ("
+ENDS = (
+    (f"diff {REFERENCE} {REFERENCE}", 0, "0 differing"),
+    ("doctor", 2, f"Missing: {LACKS}"),
+    ("ops", 2, f"Not supported: {LACKS}"),
 )
-def test_without_any_name_everything_is_imported_and_runs_are_read(command, status, line):
-    words = [sys.executable, "-c", LACKING, *map(str, command)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == status, done.stderr
-    assert line.format(torch.torch.__version__) in " ".join((done.stdout + done.stderr).split())
+
+
+def test_without_any_name_everything_is_imported_and_runs_are_read():
+    words = json.dumps([command.split() for command, *_ in ENDS])
+    done = subprocess.run([sys.executable, "-c", LACKING, words], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    for (command, status, line), (ended, said) in zip(ENDS, json.loads(done.stdout), strict=True):
+        assert (ended, line.format(torch.torch.__version__) in said) == (status, True), f"{command}: {said}"
 
 
 def make_gone(kind: str, path: str) -> tuple[PrivateNames, Any]:
@@ -336,6 +343,28 @@ def test_readme_docs_metadata_and_the_pairs_that_are_tested_say_the_same_version
     assert f"NEWEST_PYTHON := {pythons[-1]}\n" in (ROOT / "Makefile").read_text()
     assert f"Python {pythons[0]} to {pythons[-1]}" in read["README.md"]
     assert f"| Python | {pythons[0]} to {pythons[-1]} |" in versions_page
+    matrix = re.search(r"python: (\[.*\])", (ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    assert matrix is not None, "CI runs no Python by name"
+    assert json.loads(matrix[1]) == pythons
+
+
+def test_the_page_of_versions_has_each_dependency_with_its_lowest_version():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    table = re.findall(r"^[|] (.+?) [|] (.+?) [|] \d+ [|]", (ROOT / "docs/reference/versions.md").read_text(), re.M)
+    told = {
+        name: lowest
+        for names, versions_of in table
+        for name, lowest in zip(names.split(", "), _versions(versions_of), strict=True)
+    }
+    bounds = {
+        one.name: min(part.version for part in one.specifier if part.operator == ">=")
+        for one in map(Requirement, project["dependencies"])
+    }
+    assert told == bounds
+
+
+def _versions(cell: str) -> list[str]:
+    return cell.partition(", not ")[0].split(", ")
 
 
 def minor(version: str) -> str:

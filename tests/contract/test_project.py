@@ -1,12 +1,14 @@
 """The files around the package: one version, a changelog that can be read, and workflows that run targets of make."""
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -38,8 +40,42 @@ def test_workflows_run_targets_of_make_and_nothing_else():
     jobs = {name: job for workflow in workflows for name, job in jobs_of(workflow).items()}
     assert wrong_steps(jobs) == []
     steps = [step for job in jobs.values() for step in job["steps"]]
-    assert all(step.keys() <= {"run"} or step["uses"].startswith("actions/") for step in steps)
-    assert {"lint", "tests", "slow", "versions", "wheel", "docs"} == {*jobs}
+    assert all(step.keys() <= {"run"} or step["uses"].startswith(("actions/", "pypa/")) for step in steps)
+    assert {"lint", "tests", "slow", "versions", "wheel", "docs", "build", "publish"} == {*jobs}
+
+
+def test_only_the_job_that_publishes_may_and_without_a_stored_token():
+    file = GITHUB / "workflows" / "publish.yml"
+    workflow, jobs = yaml.safe_load(file.read_text()), jobs_of(file)
+    assert workflow["permissions"] == {"contents": "read"}
+    assert {name for name, job in jobs.items() if "permissions" in job} == {"publish"}
+    assert jobs["publish"]["permissions"] == {"id-token": "write"}
+    assert (jobs["publish"]["needs"], jobs["publish"]["environment"]) == ("build", "pypi")
+    assert "secrets." not in file.read_text()
+
+
+@pytest.mark.parametrize("tag", ["v{}", "v{}1", "{}x"])
+def test_a_tag_that_is_not_the_version_is_refused(tag):
+    make = ["make", "--silent", "tag", f"TAG={tag.format(PROJECT['version'])}"]
+    done = subprocess.run(make, cwd=ROOT, check=False, capture_output=True)
+    assert (done.returncode == 0) is (tag == "v{}")
+
+
+CONDA = {"torch": "pytorch", "xxhash": "python-xxhash"}  # the others have the same names there
+
+
+def test_the_conda_recipe_has_the_dependencies_of_the_package():
+    text = (ROOT / "conda" / "meta.yaml").read_text()
+    (version,) = re.findall(r'set version = "(.*)"', text)
+    assert version == PROJECT["version"]
+    recipe = yaml.safe_load(re.sub(r"{%.*?%}", "", re.sub(r"{{.*?}}", "x", text)))
+    wanted = [f"python {PROJECT['requires-python']}"]
+    for one in map(Requirement, PROJECT["dependencies"]):
+        texts = sorted(map(str, one.specifier), key=lambda part: not part.startswith(">="))
+        wanted.append(f"{CONDA.get(one.name, one.name)} {','.join([texts[0], *sorted(texts[1:])])}")
+    assert recipe["requirements"]["run"] == wanted
+    assert recipe["build"]["entry_points"] == [f"{name} = {place}" for name, place in PROJECT["scripts"].items()]
+    assert (recipe["about"]["summary"], recipe["about"]["license"]) == (PROJECT["description"], PROJECT["license"])
 
 
 @pytest.mark.parametrize(
@@ -58,7 +94,7 @@ def test_the_matrix_has_each_session_and_each_tested_python():
     assert jobs["versions"]["strategy"]["matrix"]["session"] == sessions
     tested = jobs["tests"]["strategy"]["matrix"]["python"]
     page = (ROOT / "docs" / "reference" / "versions.md").read_text()
-    assert f"run on Python {tested[0]} to {tested[-1]};" in page
+    assert f"fast tests on Python {', '.join(tested[:-1])} and {tested[-1]}." in page
 
 
 def test_a_bug_report_has_the_output_of_the_doctor():

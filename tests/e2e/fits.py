@@ -23,8 +23,8 @@ from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 from trainers import quiet_trainer
 
 from det_callbacks import DeterminismCallback
-from det_callbacks.environment.rng import GeneratorStates
-from det_callbacks.training.session import Session
+from det_callbacks.settings.generators import GeneratorStates
+from det_callbacks.training.session import Steps
 
 FEATURES = 12
 CLASSES = 3
@@ -247,7 +247,7 @@ def record(folder: Path, **options: Any) -> Path:
 def assert_nothing_left(fit: Fit, callback: DeterminismCallback) -> None:
     """Nothing that a fit needs is there after it; what is global is watched for every test by the conftest."""
     assert _get_current_dispatch_mode_stack() == []
-    assert type(callback._hooks) is Session
+    assert type(callback._hooks) is Steps
     loop = fit.trainer.fit_loop
     owners = (fit.trainer.strategy, loop, loop.epoch_loop, loop.epoch_loop._results)
     replaced = {name for owner in owners for name in NAMES if name in vars(owner)}

@@ -80,6 +80,20 @@ def views() -> None:
         update(cross_entropy(model(inputs[:, :6]), labels))
 
 
+class Stateful(DataLoader[Any]):
+    """Makes its iterator itself, as torchdata's StatefulDataLoader does."""
+
+    def __iter__(self) -> Any:
+        return self._get_iterator()
+
+
+def own_iterator() -> None:
+    for _ in range(2):
+        for inputs, labels in Stateful(samples, batch_size=4, shuffle=True):
+            plant()
+            update(cross_entropy(model(inputs), labels))
+
+
 def restarted() -> None:
     """Each step takes the first batch of a new iteration."""
     in_order = DataLoader(samples, batch_size=24 if "whole" in WORDS else 4)

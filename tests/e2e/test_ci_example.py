@@ -1,4 +1,4 @@
-"""docs/ci/github-actions.yml: its commands are real ones, its steps fit together, and they find a change."""
+"""action.yml and its example: their commands are real ones, their steps fit together, and they find a change."""
 
 import json
 import os
@@ -8,18 +8,15 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
-from det_callbacks import cli
-
 ROOT = Path(__file__).parents[2]
 WORKFLOW = yaml.safe_load((ROOT / "docs" / "ci" / "github-actions.yml").read_text())
-STEPS = [step for job in WORKFLOW["jobs"].values() for step in job["steps"]]
-APP = Path(__file__).with_name("racing_app.py")
+ACTION = yaml.safe_load((ROOT / "action.yml").read_text())
+STEPS = [step for job in WORKFLOW["jobs"].values() for step in job["steps"]] + ACTION["runs"]["steps"]
 
 
 def step_of(name: str) -> dict[str, Any]:
@@ -33,36 +30,24 @@ def commands(program: str) -> list[list[str]]:
     return [shlex.split(line) for line in lines if line.startswith(program)]
 
 
-def test_it_is_a_workflow_whose_steps_name_each_other():
+def test_its_steps_name_each_other_and_its_inputs():
     assert WORKFLOW[True]  # the key "on", as YAML reads it
-    for job in WORKFLOW["jobs"].values():
-        known = {step["id"] for step in job["steps"] if "id" in step}
-        named = re.findall(r"steps\.(\w+)\.", json.dumps(job))
-        assert set(named) <= known
-        assert all(("run" in step) != ("uses" in step) for step in job["steps"])
-    restored, saved = step_of("Restore the reference"), step_of("Save the reference")
-    assert restored["with"]["path"] == saved["with"]["path"] == "refs/base"
-    order = [step.get("name") for step in WORKFLOW["jobs"]["verify"]["steps"]]
-    assert order.index("Save the reference") < order.index("Verify the pull request"), "a failing job saves nothing"
-    actions = {step["uses"] for step in STEPS if "uses" in step}
-    assert all(re.fullmatch(r"actions/[\w/-]+@v\d+", action) for action in actions)
-
-
-def test_its_commands_are_taken(monkeypatch):
-    taken: list[Any] = []
-    run = SimpleNamespace(
-        record=lambda options: taken.append(options) or 0, verify=lambda options: taken.append(options) or 0
+    text = json.dumps([ACTION["runs"], ACTION["outputs"]])
+    steps = ACTION["runs"]["steps"]
+    assert set(re.findall(r"steps[.](\w+)[.]", text)) <= {step.get("id") for step in steps}
+    assert set(re.findall(r"inputs[.]([\w-]+)", text)) == {*ACTION["inputs"]}
+    (use,) = (step for step in STEPS if "det_callbacks@" in step.get("uses", ""))
+    assert (
+        {name for name, one in ACTION["inputs"].items() if one.get("required")} <= {*use["with"]} <= {*ACTION["inputs"]}
     )
-    monkeypatch.setattr("det_callbacks.cli.parser.import_module", lambda name: run)
-    words = commands("det-callbacks")
-    assert [cli.main(one[1:]) for one in words] == [0, 0]
-    record, verify = taken
-    assert (record.command, record.level, verify.command) == ("record", "state", "verify")
-    assert record.run_folder.endswith(f"/{verify.run_folder}")
-    for name in ("seed", "deterministic", "words"):
-        assert getattr(record, name) == getattr(verify, name) != None, name  # noqa: E711
-    uploaded = step_of("Upload the report")["with"]["path"].split()
-    assert {str(Path(path).parent) for path in uploaded} == {f"{verify.current}/run"}
+    assert all(("run" in step) != ("uses" in step) for step in STEPS)
+    assert all("shell" in step for step in steps if "run" in step), "a composite action needs it"
+    restored, saved = step_of("Restore the reference"), step_of("Save the reference")
+    assert restored["with"]["path"] == saved["with"]["path"] == "determinism/base"
+    order = [step.get("name") for step in steps]
+    assert order.index("Save the reference") < order.index("Verify the pull request"), "a failing job saves nothing"
+    actions = {step["uses"] for step in STEPS if "uses" in step} - {use["uses"]}
+    assert all(re.fullmatch(r"actions/[\w/-]+@v\d+", action) for action in actions)
 
 
 def test_the_options_of_pytest_are_taken(tmp_path):
@@ -73,45 +58,80 @@ def test_the_options_of_pytest_are_taken(tmp_path):
     assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, done.stdout + done.stderr
 
 
+# what the pull request changes, and the exit status
+CHANGES: dict[str, tuple[str, str, int]] = {
+    "nothing": ("", "", 0),
+    "a loss": ("loss = ", "loss = 1.5 * ", 1),
+    "an error": ("import", "raise SystemExit('broken')\nimport", 2),
+}
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("git") is None, reason="no git")
-@pytest.mark.parametrize("changes", [False, True])
-def test_its_steps_find_a_change_and_leave_the_report(changes, tmp_path):
+@pytest.mark.parametrize("change", CHANGES)
+def test_its_steps_find_a_change_and_leave_the_report(change, tmp_path):
     repository = tmp_path / "repository"
     repository.mkdir()
     author = {f"GIT_{role}_{field}": "a@example.org" for role in ("AUTHOR", "COMMITTER") for field in ("NAME", "EMAIL")}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    variables |= {**author, **WORKFLOW["env"], "PATH": path, "GITHUB_WORKSPACE": str(repository)}
+    variables |= {"GITHUB_OUTPUT": str(tmp_path / "output"), "GITHUB_STEP_SUMMARY": str(tmp_path / "summary.md")}
     variables |= {
-        **author,
-        "PATH": path,
-        "GITHUB_WORKSPACE": str(repository),
-        "GITHUB_OUTPUT": str(tmp_path / "output"),
+        "COMMAND": "python train.py --name 'a b'",
+        "OPTIONS": ACTION["inputs"]["options"]["default"],
+        "LEVEL": "op",
     }
-    variables |= WORKFLOW["env"]
 
     def bash(script: str, **more: str) -> subprocess.CompletedProcess[str]:
-        command = ["bash", "-e", "-o", "pipefail", "-c", script]  # as GitHub runs it
+        command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script]  # as GitHub runs it
         return subprocess.run(
             command, cwd=repository, env={**variables, **more}, capture_output=True, text=True, check=False
         )
 
-    text = APP.read_text().replace("random.SystemRandom().sample(range(x.shape[1]), x.shape[1])", "range(x.shape[1])")
-    (repository / "train.py").write_text(text)
+    old, new, status = CHANGES[change]
+    (repository / "train.py").write_text(PROGRAM)
     commit = "git add train.py && git commit --quiet --allow-empty --message=one"
     assert bash(f"git init --quiet && git remote add origin . && {commit}").returncode == 0
     base = bash("git rev-parse HEAD").stdout.strip()
-    (repository / "train.py").write_text(text.replace("lr=0.01", "lr=0.02") if changes else text)
+    assert old in PROGRAM
+    (repository / "train.py").write_text(PROGRAM.replace(old, new, 1) if old else PROGRAM)
     assert bash(commit).returncode == 0
 
-    named = bash(step_of("Name the CPU")["run"])
-    assert named.returncode == 0, named.stderr
+    assert bash(step_of("Name the CPU")["run"]).returncode == 0
     assert re.fullmatch(r"model=[\w-]*\n", (tmp_path / "output").read_text())
     recorded = bash(step_of("Record the base commit")["run"], BASE=base)
     assert recorded.returncode == 0, recorded.stdout + recorded.stderr
     verified = bash(step_of("Verify the pull request")["run"])
-    assert verified.returncode == (1 if changes else 0), verified.stdout + verified.stderr
+    assert verified.returncode == 0, "the next steps show the verdict first"
+    assert (tmp_path / "output").read_text().endswith(f"status={status}\n"), verified.stdout + verified.stderr
+    end = step_of("End with the status of the verification")["run"]
+    assert bash(end, STATUS=f"{status}", IS_ALLOWED="false").returncode == status
+    assert bash(end, STATUS=f"{status}", IS_ALLOWED="true").returncode == (2 if status == 2 else 0)
+    if status == 2:
+        return
+    shown = bash(step_of("Show the verdict")["run"])
+    assert shown.returncode == 0, shown.stderr
+    summary = (tmp_path / "summary.md").read_text()
+    if not status:
+        assert shown.stdout == ""
+        assert summary.startswith("## Training: match\n")
+        return
+    line = 1 + PROGRAM[: PROGRAM.index(old)].count("\n")
+    assert shown.stdout.startswith(f"::error file=train.py,line={line},title=Training diverged::Step 0, ")
+    assert summary.startswith("## Training: diverged\n")
+    assert "| sites that differ |" in summary
     uploaded = [repository / path for path in step_of("Upload the report")["with"]["path"].split()]
-    if changes:
-        assert all(file.is_file() for file in uploaded)
-        assert json.loads(uploaded[1].read_text())["cause"] == "settings"
+    assert all(file.is_file() for file in uploaded)
+
+
+PROGRAM = """
+import torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(3):
+    optimizer.zero_grad()
+    loss = model(torch.randn(8, 4)).mean()
+    loss.backward()
+    optimizer.step()
+"""

@@ -11,7 +11,7 @@ from torch import nn
 from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import BitwiseEquivalenceMode, DeterminismCallback, DivergenceError
-from det_callbacks.environment.rng import GeneratorStates, RewindPoint, used_generators
+from det_callbacks.settings.generators import GeneratorStates, RewindPoint, used_generators
 from det_callbacks.trace.state.generators import Ledger
 
 pytestmark = [

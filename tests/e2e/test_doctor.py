@@ -74,6 +74,15 @@ def test_what_only_cuda_reads_is_no_fault_without_it_and_how_an_accelerator_dige
         assert found["cublas_workspace_config"] == found["cudnn_deterministic"] == "no effect here"
         assert found["cudnn_benchmark"] == "in force"
         assert main(["doctor"]) == 0
+    with enforce_determinism({"sdpa_backends": ["flash"]}):
+        asked = DeterminismSettings(sdpa_backends=["math"], nvte_allow_nondeterministic_algo=False)
+        monkeypatch.setattr(doctor, "DeterminismSettings", lambda: asked)
+        found = {finding.name: finding for finding in diagnose(look_at_installation()).settings}
+        assert found["sdpa_backends"].state == "not in force", "attention on a CPU reads them too"
+        variable = found["nvte_allow_nondeterministic_algo"]
+        assert variable.state == "no effect here"
+        reads = "only transformer_engine reads NVTE_ALLOW_NONDETERMINISTIC_ALGO"
+        assert variable.to_do == f"nothing: {reads}, and it is not installed"
     assert "Digests of tensors on hpu:3: a copy to the host\n" in capsys.readouterr().out
 
 
@@ -109,7 +118,7 @@ def test_another_thread_count_and_version_than_in_the_reference(tmp_path, capsys
 
 def test_a_variable_of_the_reference_is_exported_or_unset_if_its_value_is_known(tmp_path, capsys, monkeypatch):
     def change(manifest):
-        values = {"env.TORCH_A": "1", "env.TORCH_PATH": "<place 0123>", "inductor.x": True}
+        values = {"env.TORCH_A": "1", "env.TORCH_PATH": "<place 0123>", "option.torch.x": True}
         manifest["environment"] |= {
             name: {"value": value, "is_machine": False, "changes_bits": True} for name, value in values.items()
         }
@@ -123,7 +132,7 @@ def test_a_variable_of_the_reference_is_exported_or_unset_if_its_value_is_known(
         "env.NCCL_B": "unset NCCL_B",
         "env.TORCH_A": "export TORCH_A=1",
         "env.TORCH_PATH": "",
-        "inductor.x": "",
+        "option.torch.x": "",
     }
 
 

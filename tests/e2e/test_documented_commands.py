@@ -146,11 +146,14 @@ INSTEAD = {  # of what a user has: more processes, longer runs, recordings of ye
 }
 
 
+OF_OTHER_TESTS = "README", "elsewhere", "huggingface", "rollout"
+
+
 @LIGHTNING_ADVICE
 @pytest.mark.filterwarnings("ignore:.*dataloader is not resumable", "ignore::det_callbacks.errors.DivergenceWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's and Lightning's own
 @pytest.mark.usefixtures("as_a_user")
-@pytest.mark.parametrize("page", pages_with("python", but=("README", "elsewhere", "huggingface", "pytest", "query")))
+@pytest.mark.parametrize("page", pages_with("python", but=(*OF_OTHER_TESTS, "pytest", "query")))
 def test_the_examples_of_a_page_run(page, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["main.py", "fit", "--seed_everything=0", "--trainer.fast_dev_run=1"])
     model, loader, batch = Model(), DataLoader(Samples(), batch_size=8), torch.randn(4, 12)
@@ -293,6 +296,7 @@ def test_short_runs_of_overhead_measure_time_memory_and_disk(overhead, tmp_path,
     assert re.search(r"^ +64 KiB( +\d+\.\d+){7}$", printed, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_all_of_overhead_has_a_table_of_all(overhead, tmp_path, capsys, monkeypatch):
     options = "--all --tiny --networks gpt2 layerdrop --rounds 1 --steps 1 --sizes 1 --variants op"
     run = overhead["run"]

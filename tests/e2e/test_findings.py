@@ -250,7 +250,7 @@ def test_gradients_are_measured_only_if_a_parameter_does_not_change(tmp_path):
 # torch 2.15 reads memory that it did not write (its issue 176254)
 KNOWN = ("nn.CircularPad2d AdamW: uninitialised_read", "nn.CircularPad3d ASGD: uninitialised_read")
 CLEAN = {
-    "styles": [],
+    "styles": [pytest.mark.slow],
     "modules": [pytest.mark.slow],
     "models": [pytest.mark.slow, pytest.mark.skipif(not find_spec("torchvision"), reason="needs torchvision")],
 }

@@ -54,6 +54,7 @@ def command(tmp_path: Path, monkeypatch: Any, capfd: Any) -> Command:
 STYLES = {
     "plain": (12, "Net, AdamW, 1 DataLoader", 3),
     "accumulation": (3, "Net, AdamW, 1 DataLoader", None),
+    "own_iterator": (12, "Net, AdamW, 2 DataLoaders", 3),
     "gan": (6, "Net and Critic, AdamW and SGD, 1 DataLoader", 3),
     "without_loader": (5, "Net, AdamW, no DataLoader", 3),
     "scaler": (6, "Net, AdamW, 1 DataLoader", 3),
@@ -93,8 +94,9 @@ def test_a_loop_is_recorded_and_verified_as_it_is(style, command):
     done = command("verify", "run", style)
     assert (done.status, "\nMATCH\n" in done.text) == (0, True), done.text + done.errors
     assert f"followed torch's optimizers: {followed.rpartition(', ')[0]}" in done.text.split("Compared")[1]
-    done = command("verify", "run", style, "seed")
-    assert (done.status, "\nDIVERGED\nStep 0: the initial state differs" in done.text) == (1, True), done.text
+    if style == "plain":
+        done = command("verify", "run", style, "seed")
+        assert (done.status, "\nDIVERGED\nStep 0: the initial state differs" in done.text) == (1, True), done.text
     if planted_at is not None:
         done = command("verify", "run", style, "planted")
         assert (done.status, f"\nDIVERGED\nStep {planted_at}, forward: aten.mul" in done.text) == (1, True), done.text
@@ -208,6 +210,7 @@ def test_several_trainings_are_one_run(command):
     ("style", "says"),
     [
         ("by_hand", "nothing was recorded: AdamW did not step, and backward() ran 6 times"),
+        ("without_optimizer", "nothing was recorded: AdamW did not step, and backward() ran 6 times"),
         (
             "functional",
             "AdamW stepped, but since its last step no module with its parameters was called with",
@@ -225,15 +228,12 @@ def test_what_cannot_be_followed_is_refused(style, says, command):
 
 
 def test_a_script_is_followed_from_its_start(tmp_path):
-    """In a process of its own, whose seed comes first; one without an optimizer is refused."""
+    """In a process of its own, whose seed comes first."""
     shutil.copy(APP, tmp_path / "train.py")
-    words = ("--seed", "5", "--level", "state", "--", sys.executable, "train.py")
-    done = start("record", "run", *words, "plain", "unseeded", folder=tmp_path)
+    words = ("--seed", "5", "--level", "state", "--", sys.executable, "train.py", "plain", "unseeded")
+    done = start("record", "run", *words, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "followed torch's optimizers: 12 steps of Net, AdamW, 1 DataLoader" in done.stdout
-    done = start("record", "other", *words, "without_optimizer", "unseeded", folder=tmp_path)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert "nothing was recorded: AdamW did not step, and backward() ran 6 times" in done.stdout
 
 
 DDP = """

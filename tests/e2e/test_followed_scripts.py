@@ -271,7 +271,7 @@ if "train" in sys.argv:
     ("source", "words", "status", "says"),
     [
         (LOOKED_FOR, ["train"], 0, "seed 7\n"),
-        (LOOKED_FOR, [], 2, "torch was imported, no optimizer of torch.optim was built, and backward() did not run"),
+        (LOOKED_FOR, [], 2, "no optimizer of torch.optim was built, and no module with parameters was called"),
         (STEPPER, [], 2, "was built (the script has __main__.Stepper), and backward() ran once"),
         ("print()", [], 2, "torch was not imported, and no other framework is supported"),
         (

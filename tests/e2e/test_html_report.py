@@ -177,7 +177,7 @@ def test_a_browser_opens_it_light_and_dark_wide_and_narrow(runs, tmp_path):
     with sync_playwright() as playwright:
         options = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=options)
-        colours = set()
+        colours, paper = set(), set()
         for scheme, width in (("light", 1400), ("dark", 400)):
             page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
             said: list[str] = []
@@ -190,6 +190,14 @@ def test_a_browser_opens_it_light_and_dark_wide_and_narrow(runs, tmp_path):
             colours |= {*style}
             listed = page.locator("#s0-0-3")
             assert not listed.is_visible()
+            page.emulate_media(media="print")
+            assert listed.is_visible(), "on paper all steps are open"
+            shown = page.evaluate("getComputedStyle(document.body).backgroundColor")
+            paper.add(shown)
+            page.emulate_media(media="screen")
+            page.keyboard.press("Tab")
+            focused = page.evaluate("document.activeElement.matches('summary, a, .scroll')")
+            assert focused, "the first key leads to what can be opened"
             page.locator("a[href='#s0-0-3']").click(force=True)
             listed.wait_for(state="visible")
         page = browser.new_page(viewport={"width": 1400, "height": 900})
@@ -200,6 +208,7 @@ def test_a_browser_opens_it_light_and_dark_wide_and_narrow(runs, tmp_path):
         assert all(content <= box for content, box in widths), "a column is out of sight"
         browser.close()
     assert len(colours) == 4, "text and ground are others in the dark"
+    assert len(paper) == 1, "and the same on paper"
 
 
 def test_diff_writes_it_beside_the_verdict_which_comes_first(runs, tmp_path, capsys):

@@ -31,9 +31,9 @@ from det_callbacks import (
     TrainingRun,
     check_checkpoint,
 )
-from det_callbacks.environment.rng import GeneratorStates
 from det_callbacks.huggingface import DeterminismCallback
 from det_callbacks.runs.store import Run
+from det_callbacks.settings.generators import GeneratorStates
 
 STEPS = 6
 

@@ -94,8 +94,10 @@ def test_a_generator_that_nothing_draws_from_may_be_anywhere(level, tmp_path):
     assert (same.environment, NOTE in same.explanation) == ((), False)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize(("draw", "name"), [(from_numpy, "numpy"), (from_python, "python")])
+@pytest.mark.parametrize(
+    ("level", "draw", "name"),
+    [*((level, from_numpy, "numpy") for level in LEVELS), ("op", from_python, "python")],
+)
 def test_it_is_the_cause_from_the_first_draw_on(level, draw, name, tmp_path):
     fit(DeterminismCallback(tmp_path / "run", mode="record", level=level), seed=1, draw=draw)
     verdict = verify(tmp_path / "run", tmp_path / "current", seed=2, draw=draw)

@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
@@ -21,7 +22,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from loops import Loop
 
 from det_callbacks import DeterminismCallback, ReferenceNotFoundError, TrainingRun, check_checkpoint, compare_runs
-from det_callbacks.errors import NothingComparedError, RunExistsError
+from det_callbacks.errors import DivergenceWarning, NothingComparedError, ReferenceFormatError, RunExistsError
 from det_callbacks.runs.place import make_room
 
 NUM_STEPS = 12
@@ -99,6 +100,42 @@ def test_a_killed_recording_holds_whole_steps_and_can_be_continued(num_kills, tm
     first = num_steps_equal(whole, path) % NUM_STEPS
     run_whole(partial(record, path, first=first, overwrite=not first), tmp_path)
     assert compare_runs(whole, path).verdict == "match"
+
+
+@KILLS
+def test_a_killed_verification_tells_what_differed_before_and_is_never_a_match(num_kills, tmp_path):
+    reference, current = tmp_path / "reference", tmp_path / "current"
+    run_whole(lambda: record(reference), tmp_path)
+
+    def verify(dies_at: int = -1) -> None:
+        warnings.simplefilter("ignore", DivergenceWarning)
+        loop = Loop()
+        kept = {"on_divergence": "warn", "current": current}
+        with TrainingRun(reference, model=loop.model, optimizers=loop.optimizers, **kept) as run:
+            for step, batch in enumerate(batch for _ in range(2) for batch in loop.loader):
+                with run.step(batch):
+                    loop.train_step(batch)
+                    if step == dies_at:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                if step == 3:
+                    next(loop.model.parameters()).data[0] += 1e-3
+
+    assert wait(start(partial(verify, dies_at=8), tmp_path)) == -signal.SIGKILL
+    verdict = compare_runs(reference, current)
+    assert "was killed, or is still running: it compared steps until 7" in verdict.explanation
+    assert (verdict.cause, verdict.counts.steps_compared) == ("external_write", 8)
+    chance, found = random.Random(4), {verdict.first_divergence and verdict.first_divergence.step}
+    seconds = run_whole(verify, tmp_path)
+    for _ in range(num_kills):
+        shutil.rmtree(current)
+        kill_after(chance.uniform(0.3, 1) * seconds, verify, tmp_path)
+        try:
+            verdict = compare_runs(reference, current)
+        except (NothingComparedError, ReferenceFormatError, ReferenceNotFoundError):
+            continue
+        assert verdict.verdict == "diverged"
+        found.add(verdict.first_divergence and verdict.first_divergence.step)
+    assert found == {4}
 
 
 @KILLS

@@ -354,3 +354,5 @@ def test_a_draw_before_a_validation_is_named_where_no_step_is_recorded(tmp_path)
     verdict = diverges(session, "differs", LambdaCallback(on_validation_start=draw))
     assert (verdict.verdict, verdict.cause, verdict.first_divergence.name) == ("diverged", "rng", "val/drawn")
     assert "The generator torch.cpu differs, so seed the code that computes the metric." in verdict.explanation
+    trail = [(entry.kind, entry.name, entry.proven) for entry in verdict.trail]
+    assert trail == [("generator", "torch.cpu", False), ("metric", "val/drawn", True)]

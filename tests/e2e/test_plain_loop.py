@@ -27,9 +27,9 @@ from det_callbacks import (
     TrainingRun,
     compare_runs,
 )
-from det_callbacks.environment.rng import GeneratorStates
 from det_callbacks.runs.metrics import read_metrics
 from det_callbacks.runs.store import Run
+from det_callbacks.settings.generators import GeneratorStates
 from det_callbacks.training.metrics import metric_of
 
 STEPS = 6
@@ -40,12 +40,6 @@ def reference(tmp_path_factory: Any) -> Path:
     torch.manual_seed(0)
     train(Loop, folder := tmp_path_factory.mktemp("loop") / "run", mode="record")
     return folder
-
-
-def wrong_weight(loop: Loop, step: int, *, at: int = 2) -> None:
-    if step == at:
-        with torch.no_grad():
-            loop.model.get_parameter("last.bias").view(-1)[0] += 1e-3
 
 
 def other_factor(loop: Loop, step: int, *, at: int = 2) -> None:
@@ -82,22 +76,6 @@ def test_each_style_trains_as_without_a_run_and_repeats(style, tmp_path):
         assert torch.equal(tensor, traced.model.state_dict()[name]), name
     _, run = train(make, tmp_path / "run", current=tmp_path / "current", epochs=2)
     assert (run.verdict.verdict, run.verdict.counts.steps_compared) == ("match", 2 * STEPS)
-
-
-def test_a_weight_that_something_else_wrote_and_another_order_of_the_data_are_named(reference, tmp_path):
-    with pytest.raises(DivergenceError) as caught:
-        train(Loop, reference, current=tmp_path / "weight", plant=wrong_weight)
-    first = caught.value.verdict.first_divergence
-    assert (first.step, first.name) == (2, "last.bias")
-
-    class Reordered(Loop):
-        def __init__(self) -> None:
-            super().__init__()
-            self.loader = DataLoader(loops.samples(), batch_size=4, shuffle=True, generator=torch.Generator())
-
-    with pytest.raises(DivergenceError) as caught:
-        train(Reordered, reference, current=tmp_path / "order")
-    assert caught.value.verdict.cause == "data_order"
 
 
 def test_an_activation_and_a_batch_are_among_what_numpy_may_have_changed(reference, tmp_path):
@@ -293,8 +271,7 @@ def test_misuse_says_what_to_do(reference, tmp_path):
 
     for wrong, text in (
         ({"model": loop}, "model must be a torch.nn.Module; got Loop"),
-        ({"optimizers": []}, r"one or several optimizers of torch\.optim; got none"),
-        ({"optimizers": None}, "got NoneType"),
+        ({"optimizers": None}, r"one or several optimizers of torch\.optim; got NoneType"),
         ({"resume": "exact"}, r"TrainingRun has no argument resume.* use resume_from"),
         ({"log_metrics": True}, "TrainingRun has no argument log_metrics, which is for Lightning's Trainer"),
         ({"mode": "off"}, "mode must be one of record, verify, audit, disabled"),

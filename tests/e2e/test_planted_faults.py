@@ -114,9 +114,9 @@ FAULTS: dict[str, tuple[Any, Training, str, str, str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_culprit_is_named(fault, tmp_path):
+def test_the_culprit_is_named(fault, references, tmp_path):
     model, training, place, kind_and_cause, said = FAULTS[fault]
-    verdict = verify(Training(model=model).record(tmp_path / "reference"), training, tmp_path / "current")
+    verdict = verify(references(model), training, tmp_path / "current")
     first = verdict.first_divergence
     assert "|".join(map(str, (first.step, first.phase, first.module, first.op, first.name or ""))) == place
     assert f"{first.kind} {verdict.cause}" == kind_and_cause
@@ -199,9 +199,9 @@ def test_an_op_that_reads_another_part_is_called_otherwise(op, tmp_path):
 
 
 @pytest.mark.parametrize("level", ["module", "state"])
-def test_lower_levels_find_the_step_and_blame_no_op(level, tmp_path):
+def test_lower_levels_find_the_step_and_blame_no_op(level, references, tmp_path):
     training = Training(around=below(op="aten.addmm", step=2, module="net.5.up", is_gross=True))
-    verdict = verify(Training().record(tmp_path / "reference", level=level), training, tmp_path / "current")
+    verdict = verify(references(level=level), training, tmp_path / "current")
     first = verdict.first_divergence
     assert (first.step, first.phase) == (2, "forward")
     assert first.module == ("net.5.up" if level == "module" else "")

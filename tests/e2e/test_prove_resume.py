@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from trainers import quiet_trainer
 
 from det_callbacks import NotResumableError, SelectionError, Verdict, prove_resume
-from det_callbacks.environment.rng import GeneratorStates
+from det_callbacks.settings.generators import GeneratorStates
 
 pytestmark = RESUMING
 
@@ -42,7 +42,7 @@ def test_it_can_fail(stop_at, given, tmp_path):
     verdict = prove(tmp_path, *given, resume="plain", stop_at=stop_at, steps=12)
     assert (verdict.verdict, verdict.cause, verdict.first_divergence.step) == ("diverged", "rng", stop_at)
     assert "the first after resuming" in verdict.explanation
-    assert 'in Lightning, resume="exact"' in verdict.explanation
+    assert 'or pass ckpt_path to fit with resume="exact"' in verdict.explanation
 
 
 class DrawsInStepsOnly(Noisy):
@@ -59,13 +59,12 @@ def test_a_shuffle_from_an_unrestored_generator_needs_no_other_seed(tmp_path):
     verdict = prove(tmp_path, DrawsInStepsOnly, lambda: loader("none"), resume="plain")
     assert "batch: all of its samples are at step 0 of the reference" in verdict.evidence
     assert verdict.cause == "data_order", verdict.explanation
-    assert 'in Lightning, resume="exact"' in verdict.explanation
+    assert "the first of the epoch, so the loader started again: skip the 4" in verdict.explanation
     assert "same seed" not in verdict.explanation
     # a generator of the loader's own is not the process's
     separate = lambda: loader("none", generator=torch.Generator().manual_seed(4))  # noqa: E731
     verdict = prove(tmp_path, DrawsInStepsOnly, separate, resume="plain", folder=tmp_path / "separate")
     assert verdict.cause == "data_order", verdict.explanation
-    assert 'in Lightning, resume="exact"' not in verdict.explanation
 
 
 def test_a_training_that_is_not_repeatable_is_said_to_be(tmp_path):

@@ -179,7 +179,7 @@ def test_another_machine_is_what_the_project_says(outcome, word, project):
     done = run_in(project, "-rsx", "-k", "plain", PLANTED="elsewhere")
     assert done.counts(**{word: 1, "deselected": 2}), done.text
     assert "torch.num_threads" in done.text
-    for planted in ("elsewhere, another shape", "elsewhere, another choice"):
+    for planted in ("elsewhere, another shape", "elsewhere, another choice") if outcome == "skip" else ():
         done = run_in(project, "-k", "plain", PLANTED=planted)
         assert done.counts(failed=1, deselected=2), (planted, done.text)
         assert "NOT COMPARABLE" in done.text

@@ -31,7 +31,7 @@ from det_callbacks.compare.record import record_path
 from det_callbacks.ranks import group
 from det_callbacks.report.page import write_report
 from det_callbacks.runs.store import Run
-from det_callbacks.training.fits import take_unfinished, wait
+from det_callbacks.training.fits import take_unfinished
 
 pytestmark = pytest.mark.ddp
 SLOW = pytest.mark.slow
@@ -211,19 +211,21 @@ def test_all_ranks_stop_at_the_same_sync_or_go_on_to_the_end(every, last, fault,
     require_one_verdict(verdict, tmp_path / "run", tmp_path / "current")
 
 
-def wait_for_another_fit() -> None:
-    print("not flushed yet", end="")
-    wait(wait_for_another_fit, lambda: DivergenceError("one fit of two"))
+LEAVES_A_FIT = """
+from det_callbacks.errors import DivergenceError
+from det_callbacks.training.fits import wait
+print("not flushed yet", end="")
+wait(print, lambda: DivergenceError("one fit of two"))
+"""
 
 
 def test_a_process_ends_as_diverged_where_a_fit_is_left_also_one_that_a_strategy_forks():
-    child = multiprocessing.get_context("fork").Process(target=wait_for_another_fit)
+    child = multiprocessing.get_context("fork").Process(target=exec, args=(LEAVES_A_FIT, {}))
     child.start()
     child.join()
     assert child.exitcode == 1
-    words = [sys.executable, "-W", "ignore", "-c", "import test_ranks_end as here; here.wait_for_another_fit()"]
-    path = os.pathsep.join(str(folder) for folder in Path(__file__).parents[:2])
-    variables = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": ""}
+    words = [sys.executable, "-W", "ignore", "-c", LEAVES_A_FIT]
+    variables = {**os.environ, "PYTHONUNBUFFERED": ""}
     done = subprocess.run(words, env=variables, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "not flushed yet")
     assert done.stderr.startswith("DivergenceError: one fit of two")

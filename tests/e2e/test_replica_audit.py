@@ -16,9 +16,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from trainers import LIGHTNING_ADVICE, has_same_weights
 
 from det_callbacks import DeterminismCallback, ReplicaAuditCallback
-from det_callbacks.environment.rng import GeneratorStates
 from det_callbacks.errors import DivergenceWarning, NothingComparedError, SelectionError, SettingsError
 from det_callbacks.runs.store import Run
+from det_callbacks.settings.generators import GeneratorStates
 from det_callbacks.training import fits as fits_of_process
 
 pytestmark = pytest.mark.ddp

@@ -15,8 +15,8 @@ from versions import LIGHTNING
 
 from det_callbacks import DeterminismCallback, DivergenceError, NothingComparedError
 from det_callbacks.checkpoint.files import read_part, read_sidecar
-from det_callbacks.environment.rng import GeneratorStates
 from det_callbacks.runs.store import Run
+from det_callbacks.settings.generators import GeneratorStates
 
 pytestmark = RESUMING
 

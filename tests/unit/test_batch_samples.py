@@ -3,8 +3,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from stored_runs import append, create
 
+from det_callbacks.compare.evidence import _find_samples
 from det_callbacks.digest.host import digest_memory, digest_rows
+from det_callbacks.runs.evidence import EvidenceRow
+from det_callbacks.runs.store import Run
 from det_callbacks.trace.state.batches import samples_of
 
 
@@ -41,3 +45,23 @@ def test_a_sample_with_a_small_digest_is_in_the_sketch_of_nearly_every_batch_tha
 
 def test_labels_have_no_sketch_since_they_repeat():
     assert samples_of(torch.arange(50)).sketch == ()
+
+
+@pytest.mark.parametrize(
+    ("samples", "found"),
+    [
+        ([1, 2, 3, 4], (1, True)),
+        ([1, 2, 5, 6], (1, False)),  # in two of its batches
+        ([1, 2, 5, 99], (1, False)),  # three of four are enough
+        ([5, 6, 98, 99], None),
+        ([97, 98, 99], None),
+    ],
+)
+def test_samples_are_from_another_step_if_the_run_has_three_quarters_of_them(samples, found, tmp_path):
+    writer = create(tmp_path / "run")
+    for step, batch in enumerate(([8, 9], [1, 2, 3, 4], [5, 6, 7, 8])):
+        writer.put_evidence([EvidenceRow(step, "", "sample", "batch[0]", value=value) for value in batch])
+    append(writer, range(3), complete=True)
+    run = Run.open(tmp_path / "run")
+    change = _find_samples(run, 0, 0, 0, new_samples=samples, samples=samples)
+    assert ((change["found_at"], change["is_whole"]) if change else None) == found

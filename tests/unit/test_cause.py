@@ -450,6 +450,7 @@ SEED_SAID = "Settings differ: settings.seed (1 in the reference, 2 in the curren
         ({"weight": 3}, [SEED], ("diverged", "initial_weights"), SEED_SAID),
         ({"noise_at": 3}, [replace(THREADS, is_machine=False)], ("diverged", "settings"), "torch.num_threads is 2 in"),
         ({"noise_at": 3}, [THREADS, SEED], ("not_comparable", "forward"), THREADS_SAID),
+        ({"insert_at": 3}, [THREADS], ("not_comparable", "forward"), "ran only in the current run"),
         ({"noise_at": 3}, [CPUS], ("diverged", "forward"), "aten.mul.Tensor #3 in net"),
         ({}, [THREADS], ("match", None), THREADS_SAID),
     ],
@@ -459,7 +460,16 @@ def test_a_choice_never_excuses_and_a_machine_only_bits_it_can_change(change, en
     assert (verdict.verdict, verdict.cause) == expected
     assert said in verdict.explanation
     assert {*verdict.environment} == {*environment}
-    assert len(verdict.origins) == ("noise_at" in change)
+    assert len(verdict.origins) == bool({"noise_at", "insert_at"} & change.keys())
+
+
+def test_another_machine_does_not_excuse_another_number_of_steps(tmp_path):
+    runs = []
+    for threads in (1, 2):
+        environment = {THREADS.name: {"value": threads, "is_machine": True, "changes_bits": True}}
+        runs.append(record(tmp_path / str(threads), steps_of(range(threads)), environment=environment))
+    verdict = compare_runs(*runs)
+    assert ([one.name for one in verdict.environment], verdict.verdict) == ([THREADS.name], "diverged")
 
 
 def test_steps_of_one_run_are_told_after_the_first_difference(tmp_path):

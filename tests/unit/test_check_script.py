@@ -21,7 +21,7 @@ from det_callbacks.cli import main
 from det_callbacks.cli.check import Script, new_folder, run_process
 from det_callbacks.environment.variables import LAUNCH
 from det_callbacks.errors import CheckError
-from det_callbacks.verdict import Verdict
+from det_callbacks.verdict import Resume, Verdict
 
 
 class End(NamedTuple):
@@ -37,9 +37,11 @@ class Processes:
 
     def __init__(self, ends: Iterator[End]) -> None:
         self.ends, self.variables, self.asked = ends, list[Mapping[str, str]](), list[Any]()
+        self.words: list[Sequence[str]] = []
 
     def run(self, words: Sequence[str], *, variables: Mapping[str, str], output: IO[bytes]) -> int:
         self.variables.append(variables)
+        self.words.append(words)
         self.asked.append(json.loads(variables[LAUNCH]))
         given, end = self.asked[-1]["arguments"], next(self.ends)
         Path(self.asked[-1].pop("claim")).touch()
@@ -73,10 +75,11 @@ def check(tmp_path: Path, monkeypatch: Any, capsys: Any) -> Check:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
 
-    def run(*ends: End, options: str = "") -> tuple[int, list[str], Processes]:
+    def run(*ends: End, options: str = "", resume: str | None = None) -> tuple[int, list[str], Processes]:
         processes = Processes(iter(ends))
         monkeypatch.setattr(checks, "run_process", processes.run)
-        status = main(["check", "--level", "state", *options.split(), "--", "python", "train.py", "lr=1"])
+        given = [*options.split(), *([] if resume is None else ["--resume", resume])]
+        status = main(["check", "--level", "state", *given, "--", "python", "train.py", "lr=1"])
         assert next(processes.ends, None) is None, "not all of the processes were started"
         return status, capsys.readouterr().out.splitlines(), processes
 
@@ -134,6 +137,8 @@ def test_memory_is_filled_by_glibc_and_by_the_recording_alike(given, filled, che
     assert (varied["MALLOC_PERTURB_"], varied["DET_CALLBACKS_FILL_MEMORY"]) == filled
     assert varied["GLIBC_TUNABLES"] == "glibc.malloc.check=0:glibc.malloc.tcache_count=0"
     assert (plain.get("MALLOC_PERTURB_"), plain["GLIBC_TUNABLES"]) == (given, "glibc.malloc.check=0")
+    if given is not None:
+        return  # a process is started for one of them
     script = (
         "import torch; print({torch.empty(size, dtype=torch.uint8)[size // 2].item() for size in (8, 999, 1 << 22)})"
     )
@@ -166,6 +171,45 @@ def test_what_is_known_best_decides_the_status(vary, ends, outcomes, code, check
     expected = [[name, one.replace("_", " ")] for name, one in zip(vary.split(","), outcomes.split(), strict=True)]
     assert (status, table(lines)) == (code, [["plain", "match"], *expected])
     assert f"bit for bit;{' its results depend on hash-seed;' * (code == 1)} kept in" in lines[-1]
+
+
+RESUME = Resume(step=2, how="found", restored={"parameters": "restored"})
+WHOLE, LOST = replace(MATCH, resume=RESUME), replace(DIVERGED, resume=RESUME)
+
+
+@pytest.mark.parametrize(
+    ("ends", "words", "code"),
+    [
+        ([End(), End(verdict=WHOLE)], "the resume is exact, bit for bit", 0),
+        ([End(), End(status=1, verdict=LOST)], "the resume is not exact", 1),
+        ([End(), End(verdict=MATCH)], "It did not begin with the state that a step of python train.py lr=1 left", 2),
+        ([End(), End(status=1, verdict=DIVERGED)], "so it resumed from no checkpoint of it", 1),
+        ([End(), End()], "nothing was verified", 2),
+        ([End(status=1, run="none")], "the script could not be checked", 2),
+    ],
+)
+def test_a_resume_is_exact_only_if_the_command_resumed_and_matches(ends, words, code, check):
+    status, lines, processes = check(*ends, resume="python train.py --from 'last one.pt'")
+    text = " ".join(lines)
+    assert (status, words in text) == (code, True), text
+    assert not [words for words in processes.words[1:] if words != ["python", "train.py", "--from", "last one.pt"]]
+
+
+def test_the_program_is_interrupted_before_it_is_resumed(check):
+    ends = End(), End(verdict=MATCH), End(verdict=WHOLE)
+    status, _, processes = check(*ends, options="--until 700", resume="python train.py --from last.pt")
+    _, interrupted, resumed = processes.asked
+    asked = [one.get("DET_CALLBACKS_LAST_STEP") for one in processes.variables]
+    assert (status, asked) == (0, [None, "700", None])
+    assert (interrupted["arguments"]["steps"], "steps" in resumed["arguments"]) == ("common", False)
+    status, lines, _ = check(End(), End(status=1, verdict=DIVERGED), options="--until 700", resume="python train.py")
+    assert (status, "the script is not reproducible" in lines[-1]) == (1, True)
+
+
+@pytest.mark.parametrize(("options", "resume"), [("--until 3", None), ("", " "), ("--vary threads", "python a.py")])
+def test_what_resumes_is_needed_and_nothing_else_varies(options, resume, check):
+    status, lines, _ = check(options=options, resume=resume)
+    assert (status, lines) == (2, [])
 
 
 @pytest.mark.parametrize("options", ["", "--vary threads"])

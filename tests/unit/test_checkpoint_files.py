@@ -15,8 +15,8 @@ from det_callbacks.checkpoint.entries import MAX_FLAT, Entry, encode_plain, entr
 from det_callbacks.cli import main
 from det_callbacks.digest.components import digest_tensor
 from det_callbacks.digest.host import format_digest
-from det_callbacks.environment.rng import GeneratorStates
 from det_callbacks.errors import WriteError
+from det_callbacks.settings.generators import GeneratorStates
 
 
 class Thing:

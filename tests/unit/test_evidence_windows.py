@@ -60,3 +60,14 @@ def test_indices_tell_order_from_content_and_the_first_other_one_is_named(theirs
     evidence = compare(ours, others, 0)
     assert (evidence.batch.indices, evidence.generators) == (indices, ())
     assert evidence.batch.first_index == (first and ("train_dataloader", *first))
+
+
+@pytest.mark.parametrize(("state", "changes"), [(0, []), (7, [(2, "batch start")])])
+def test_a_run_that_begins_with_a_step_is_compared_with_that_step_of_the_reference(state, changes):
+    """It lacks the moments before, so the moments of its step do not stand for those of an earlier one."""
+    recorded = fit(4)
+    began = [row._replace(value=row.value + state * (row.kind == "generator")) for row in recorded]
+    begins = began.index(next(row for row in began if row[:2] == (2, "batch start")))
+    started = EvidenceRow(2, "fit start", "generator", "torch.cpu", value=5)
+    evidence = compare(recorded, [started, *began[begins:]], 2)
+    assert [change.differs_at for change in evidence.generators] == changes

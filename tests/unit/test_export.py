@@ -1,5 +1,6 @@
 """Exporting a run: every site is there once, in files that others read, or nothing is."""
 
+import json
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -8,8 +9,8 @@ import pyarrow.dataset as ds
 import pytest
 from stored_runs import OneOf, append, create, join, record
 
-from det_callbacks.cli import export
-from det_callbacks.cli.export import export_run
+from det_callbacks.cli import export, main
+from det_callbacks.cli.export import export_run, export_trace
 from det_callbacks.errors import ExportError, ReferenceFormatError, ReferenceNotFoundError, WriteError
 from det_callbacks.runs.files import stream_path
 from det_callbacks.runs.manifest import Attempt, read_manifest, write_manifest
@@ -88,3 +89,52 @@ def test_what_cannot_be_exported_leaves_nothing_and_touches_nothing(tmp_path, ru
             export_run(run, place)
         assert (caught.value.exit_code, caught.value.path) == (2, str(place))
     assert [path.name for path in to.iterdir()] == ["mine"]
+
+
+def test_a_trace_has_slices_that_nest_and_the_first_divergence(tmp_path, run, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    views = {
+        (rank, found.segment, found.step): Run.open(run).view(rank, found.segment, found.step)
+        for rank in (0, 1)
+        for found in Run.open(run).rank(rank).iterate()
+    }
+    site = views[1, 0, 3].program.sites[1]
+    first = {"rank": 1, "step": 3, **{name: getattr(site, name) for name in (*OF_SITE[:5], "name")}}
+    verdict = {"verdict": "diverged", "cause": "forward", "explanation": "It differs.", "first_divergence": first}
+    (run / "verdict.json").write_text(json.dumps(verdict))
+    assert main(["export", str(run), "--to", "perfetto"]) == 0
+    assert "run.perfetto.json: " in capsys.readouterr().out.replace("\n", "")
+    events = json.loads((tmp_path / "run.perfetto.json").read_text())["traceEvents"]
+    slices = [one for one in events if one["ph"] == "X"]
+    for rank in (0, 1):
+        here = [one for one in slices if one["pid"] == rank]
+        steps = [one for one in here if one["name"].startswith("step ")]
+        keys = [key for key in views if key[0] == rank]
+        assert sorted(one["name"] for one in steps) == sorted(f"step {step}" for _, _, step in keys)
+        assert sum(one["dur"] for one in steps) == sum(len(views[key].program.sites) for key in keys)
+        leaves = [one for one in here if "args" in one]
+        assert [one["ts"] for one in leaves] == [*range(len(leaves))], "one microsecond each, in order"
+        for one in here:  # of two slices one holds the other, or they are apart
+            begin, end = one["ts"], one["ts"] + one["dur"]
+            for other in here:
+                apart = other["ts"] >= end or other["ts"] + other["dur"] <= begin
+                inside = begin <= other["ts"] <= other["ts"] + other["dur"] <= end
+                outside = other["ts"] <= begin <= end <= other["ts"] + other["dur"]
+                assert apart or inside or outside
+    (instant,) = (one for one in events if one["ph"] == "i")
+    (step,) = (one for one in slices if one["pid"] == 1 and one["name"] == "step 3")
+    assert (instant["pid"], instant["ts"], instant["name"]) == (1, step["ts"] + 1, "diverged: forward")
+    assert instant["args"] == {"explanation": "It differs."}
+    assert main(["export", str(run), "--to", "perfetto"]) == 2, "it exists"
+    (tmp_path / "run.perfetto.json").unlink()
+    (run / "verdict.json").write_text("{}")
+    with pytest.raises(ReferenceFormatError, match=r"verdict.json is damaged"):
+        export_trace(run, "trace.json")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"], "nothing is left"
+    assert main(["export", str(run), "--to", "./perfetto"]) == 0
+    assert (tmp_path / "perfetto" / "rank=0").is_dir(), "a folder of that name"
+
+
+def test_modules_of_a_trace_are_inside_those_that_hold_them():
+    assert export._modules("net.0.norm") == ["net", "net.0", "net.0.norm"]
+    assert export._modules("") == []

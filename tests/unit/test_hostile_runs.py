@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -323,16 +324,21 @@ def lengthened(content: bytearray) -> None:
     content[at : at + 8] = (1 << 40).to_bytes(8, "little")
 
 
-def swallowed(content: bytearray) -> None:
+def swallowed(content: bytearray, size: int = 1 << 20) -> None:
     """Say that the body of the first record batch reaches beyond the end."""
     first = 8 + int.from_bytes(content[4:8], "little")
     table = first + 8 + int.from_bytes(content[first + 8 : first + 12], "little")
     at = evidence._field(bytes(content[first:]), table - first, 3) + first
-    content[at : at + 8] = (1 << 20).to_bytes(8, "little")
+    content[at : at + 8] = size.to_bytes(8, "little")
 
 
 @pytest.mark.parametrize(
-    ("change", "says"), [(lengthened, "it has 1,099,511,.* bytes in a record batch"), (swallowed, "it ends early")]
+    ("change", "says"),
+    [
+        (lengthened, "it has 1,099,511,.* bytes in a record batch"),
+        (swallowed, "it ends early"),
+        (partial(swallowed, size=1 << 60), "it has 1,152,921,.* bytes in a record batch"),
+    ],
 )
 def test_a_record_batch_of_evidence_that_claims_too_much_is_refused_unread(tmp_path, change, says):
     with pytest.raises(ReferenceFormatError, match=rf"evidence\.arrows is damaged: .*{says}"):

@@ -120,13 +120,6 @@ def test_a_fork_neither_frees_a_folder_nor_keeps_it(tmp_path):
     kill(other)
 
 
-def test_a_refused_recording_leaves_the_folder_to_others(tmp_path):
-    path = record(tmp_path / "run", range(2))
-    with pytest.raises(RunExistsError):
-        create(path)
-    append(resume(path), [2], complete=True)
-
-
 def test_a_run_that_was_replaced_or_continued_after_its_close_is_not_gone_on_with(tmp_path):
     for change in (lambda path: create(path, overwrite=True), resume):
         path = tmp_path / change.__name__

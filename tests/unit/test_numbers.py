@@ -142,6 +142,7 @@ BYTES = torch.tensor([1, 2], dtype=torch.uint8)
 def test_views_and_gradients_and_packed_elements(one, other, expected):
     found = measure_tensors(one, other)
     assert (found.num_differing, found.max_ulps) == expected
+    assert found.excess > 1 or not found.num_differing, "different bits without a distance are not within a tolerance"
 
 
 def test_what_float64_does_not_hold_is_neither_equal_nor_given(monkeypatch):

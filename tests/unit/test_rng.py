@@ -17,9 +17,10 @@ from torch import Generator, Tensor, nn
 
 from det_callbacks import DeterminismSettings, HashMode, enforce_determinism
 from det_callbacks.digest.device.triton_digest import Choice
-from det_callbacks.environment import rng
 from det_callbacks.environment.capture import capture_environment
-from det_callbacks.environment.rng import (
+from det_callbacks.runs.program import after_step
+from det_callbacks.settings import generators as rng
+from det_callbacks.settings.generators import (
     GeneratorStates,
     RewindPoint,
     digest_generator,
@@ -28,7 +29,6 @@ from det_callbacks.environment.rng import (
     state_bytes,
     used_generators,
 )
-from det_callbacks.runs.program import after_step
 from det_callbacks.trace.state import generators as traced
 from det_callbacks.trace.state.generators import GeneratorReader, Ledger, generator_of
 from det_callbacks.training.held_generators import MAX_ITEMS, find_generators
@@ -81,7 +81,10 @@ class StandInDevices:
         put(torch.cuda, "default_generators", self.generators)
         put(torch.cuda, "current_device", lambda: self._is_used() and self.current)
         put(torch.cuda, "is_current_stream_capturing", lambda: self._is_used() and self.is_capturing)
-        put("det_callbacks.environment.rng.has_cuda_context", lambda index: self._is_used() and index in self.contexts)
+        put(
+            "det_callbacks.settings.generators.has_cuda_context",
+            lambda index: self._is_used() and index in self.contexts,
+        )
         put(torch.cuda, "manual_seed_all", self._manual_seed_all)
         choice = Choice(method=None, reason="there is no such device")
         put("det_callbacks.environment.capture.device_choice", lambda device: choice)

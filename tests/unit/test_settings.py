@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,20 @@ import torch
 import torch._inductor.config as inductor
 from guards import NOTHING, process_state, sdpa
 from lightning.fabric.utilities.seed import seed_everything
+from lightning.pytorch.demos.boring_classes import BoringModel
+from trainers import quiet_trainer
 
+from det_callbacks import DeterminismCallback
 from det_callbacks.errors import SettingsError
-from det_callbacks.settings import SETTINGS, DeterminismSettings, catalogue, enforce_determinism, settings_in_force
+from det_callbacks.settings import (
+    SETTINGS,
+    DeterminismSettings,
+    catalogue,
+    enforce,
+    enforce_determinism,
+    settings_in_force,
+    settings_without_effect,
+)
 
 pytestmark = pytest.mark.usefixtures("same_process_afterwards")  # fails what is not put back
 
@@ -175,3 +187,55 @@ def test_what_comes_too_late_is_refused_and_nothing_applied(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(SettingsError, match=r"no longer.*CUBLAS_WORKSPACE_CONFIG=None already.*=:4096:8 set"):
         enforce_determinism(DeterminismSettings(seed=1))
+
+
+def test_the_backends_of_attention_change_bits_on_a_cpu_too():
+    query = torch.randn(1, 2, 64, 32, generator=torch.Generator().manual_seed(0))
+    results = []
+    for backend in ("flash", "math"):
+        with enforce_determinism({"sdpa_backends": [backend], "deterministic_algorithms": None}):
+            results.append(torch.nn.functional.scaled_dot_product_attention(query, query, query))
+    assert not torch.equal(*results)
+
+
+def test_settings_that_cannot_act_are_named():
+    threads = torch.get_num_threads()
+    asked = {"deterministic_algorithms": "warn", "flash_attention_deterministic": True, "cublas_workspace_config": None}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setenv("TORCHINDUCTOR_EPILOGUE_FUSION", f"{int(not inductor.epilogue_fusion)}")
+        patch.setenv("TORCHINDUCTOR_SHAPE_PADDING", f"{int(inductor.shape_padding)}")
+        patch.setenv("OMP_NUM_THREADS", f"{threads + 3}")
+        # set before the start: the program may have changed the option since
+        patch.setenv("TORCHINDUCTOR_MAX_FUSION_SIZE", "77")
+        patch.setattr(enforce, "start_environment", lambda: {"TORCHINDUCTOR_MAX_FUSION_SIZE": "77"})
+        patch.delitem(sys.modules, "transformers", raising=False)
+        with enforce_determinism(asked):
+            found = settings_without_effect()
+    reads = "only transformers reads FLASH_ATTENTION_DETERMINISTIC, and it was not imported"
+    set_late = "it was set after the start, and"
+    wanted, in_force = int(not inductor.epilogue_fusion), inductor.epilogue_fusion
+    assert found == [
+        f"flash_attention_deterministic=True: {reads}",
+        "deterministic_algorithms='warn': on CUDA, attention keeps its nondeterministic backward pass",
+        f"OMP_NUM_THREADS={threads + 3}: {set_late} torch.get_num_threads() is {threads}",
+        f"TORCHINDUCTOR_EPILOGUE_FUSION={wanted}: {set_late} torch._inductor.config.epilogue_fusion is {in_force}",
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "transformers", ModuleType("transformers"))
+        with enforce_determinism({**asked, "deterministic_algorithms": "error"}):
+            assert settings_without_effect() == []
+
+
+def test_a_verdict_names_a_setting_that_could_not_act(tmp_path):
+    asked = {"seed": 0, "nvte_allow_nondeterministic_algo": False, "cublas_workspace_config": None}
+    for mode, settings in (("record", {**asked, "nvte_allow_nondeterministic_algo": None}), ("verify", asked)):
+        with enforce_determinism(settings):
+            callback = DeterminismCallback(tmp_path / "run", mode=mode, current=tmp_path / "current")
+            trainer = quiet_trainer(callback, default_root_dir=tmp_path, limit_train_batches=1, limit_val_batches=0)
+            trainer.fit(BoringModel())
+    verdict = callback.verdict
+    reads = "only transformer_engine reads NVTE_ALLOW_NONDETERMINISTIC_ALGO, and it was not imported"
+    text = f"A setting has no effect: nvte_allow_nondeterministic_algo=False: {reads}."
+    assert text in verdict.explanation
+    assert not any(one.name == "settings without effect" for one in verdict.environment)

@@ -121,9 +121,29 @@ def test_what_is_not_over_is_no_match(reference, tmp_path):
     run_fits(running, [steps_of(range(10))])
     assert running.finish().verdict == "match"
     running.begin_fit(1)
-    running.close(complete=False)
-    with pytest.raises(ReferenceFormatError, match=r"record\.json is missing: .*Verify again"):
+    with pytest.raises(NothingComparedError, match="was killed, or is still running: it compared no step"):
         compare_runs(reference, tmp_path / "running")
+    running.close(complete=False)
+
+
+def test_what_a_killed_verification_found_before_is_known(reference, tmp_path, monkeypatch):
+    """As after a kill, since nothing was closed; the step under way, which is stored before the record, is lost."""
+    monkeypatch.setattr("det_callbacks.verify.verification.STEPS_BETWEEN_RECORDS", 2)
+    killed = detector(reference, tmp_path / "killed")
+    run_fits(killed, [steps_of(range(5))], ends=False)
+    with pytest.raises(NothingComparedError, match=r"compared steps until 3, and found no difference"):
+        compare_runs(reference, tmp_path / "killed")
+    differing = steps_of(range(7), s5={"noise_at": 1}, s6={"noise_at": 1})
+    killed.add(differing[5].trace(), step=5, epoch=0)
+    before = record_path(tmp_path / "killed", 0).read_bytes()
+    killed.add(differing[6].trace(), step=6, epoch=0)
+    verdict = compare_runs(reference, tmp_path / "killed")
+    assert (verdict.verdict, verdict.cause, verdict.first_divergence.step) == ("diverged", "forward", 5)
+    assert verdict.counts.steps_compared == 7
+    assert "was killed, or is still running: it compared steps until 6" in verdict.explanation
+    record_path(tmp_path / "killed", 0).write_bytes(before)
+    assert compare_runs(reference, tmp_path / "killed").counts.steps_compared == 6
+    killed.close(complete=False)
 
 
 def of_another_run(path: Path) -> None:

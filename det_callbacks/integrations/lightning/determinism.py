@@ -106,6 +106,7 @@ class DeterminismCallback(FollowedRun, pl.Callback):
         self._logged = LoggedMetrics()
         self._progress = ProgressReporter()
         self._checkpoints: CheckpointWatch | None = None
+        self._num_before = 0  # steps of the reference before the first one of a resumed fit
         self._replaced = ReplacedMethods()
         self._call: str | None = None
 
@@ -169,6 +170,7 @@ class DeterminismCallback(FollowedRun, pl.Callback):
     @override
     def _begin(self, **options: Any) -> None:
         super()._begin(**options)
+        self._num_before = 0
         self._logged.begin(self._session)
 
     @override
@@ -189,7 +191,7 @@ class DeterminismCallback(FollowedRun, pl.Callback):
     def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         if self._is_fitting:
             self._stop_together(differs=self._logged.read_epoch(trainer))
-            self._logged.whole_epoch = {}
+            self._logged.whole_epoch = ()
         self._hooks.mark("epoch start")
         if self._checkpoints is not None:
             self._checkpoints.resuming.begin_epoch()
@@ -199,6 +201,11 @@ class DeterminismCallback(FollowedRun, pl.Callback):
         if not self._is_open:
             return
         step = trainer.fit_loop.epoch_loop.total_batch_idx
+        found = self._hooks.find_resumed(batch)
+        if found is not None:  # weights loaded by hand, so the Trainer counts from 0
+            self._num_before = found - step
+            self._logged.resume(trainer, found)
+        step += self._num_before
         self._logged.begin_step(trainer, step)
         self._begin_step(step, batch)
 
@@ -255,7 +262,7 @@ class DeterminismCallback(FollowedRun, pl.Callback):
         if not trainer.sanity_checking:
             self._hooks.mark("after validation")
         if trainer.sanity_checking:
-            self._logged.first_batches = {}  # Lightning discards values logged there
+            self._logged.first_batches = []  # Lightning discards values logged there
         elif self._call is not None and self._is_open:
             self._end_call(trainer, self._call)
         elif self._is_fitting and not self._logged.is_resuming:

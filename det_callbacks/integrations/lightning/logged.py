@@ -12,12 +12,10 @@ from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, W
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from det_callbacks.compare.metrics import FIRST_BATCH, LENGTH, OTHER_HOOKS
 from det_callbacks.compare.record import REPORT_FILE, VERDICT_FILE
 from det_callbacks.digest.components import digest_tensor
 from det_callbacks.digest.host import format_digest
 from det_callbacks.digest.unobserved import unobserved
-from det_callbacks.environment.rng import RewindPoint
 from det_callbacks.internals.lightning import (
     callback_metrics,
     combined_loader,
@@ -32,7 +30,8 @@ from det_callbacks.internals.lightning import (
 )
 from det_callbacks.report.closing_lines import progress_word
 from det_callbacks.report.console import print_closing_line
-from det_callbacks.runs.metrics import RESUMED, Reading
+from det_callbacks.runs.metrics import RESUMED, Reading, ReadRow
+from det_callbacks.settings.generators import RewindPoint
 from det_callbacks.trace.op.components import holds_data
 from det_callbacks.trace.state.leaves import flatten
 from det_callbacks.training.metrics import generator_states, metric_of
@@ -51,13 +50,13 @@ class LoggedMetrics:
 
     step = -1  # the last batch that began
     is_resuming = False  # whether no batch has begun since a checkpoint was loaded
-    # evidence of the open epoch, or None if the epoch began in another process
-    whole_epoch: dict[str, str] | None = None
+    # what is known of the open epoch, or None if it began in another process
+    whole_epoch: tuple[ReadRow, ...] | None = None
     ended_epoch: int | None = None  # the epoch whose last hooks run
     _session: Session | None = None
 
     def __init__(self) -> None:
-        self.first_batches: dict[str, str] = {}  # digest by loader, in the open validation or test
+        self.first_batches: list[ReadRow] = []  # of each loader in the open validation or test
         self._seen: dict[str, Any] = {}
 
     def begin(self, session: Session) -> None:
@@ -69,43 +68,50 @@ class LoggedMetrics:
         if self.is_resuming:
             self.is_resuming = False
             if not trainer.fit_loop.epoch_loop.batch_idx:
-                self.whole_epoch = {OTHER_HOOKS: "left out, or on_train_start ran as well"}
+                self.whole_epoch = (ReadRow("hook", "on_train_epoch_start", "left out, or on_train_start ran as well"),)
             self._put_resumed(trainer, step - 1, is_first=True)
+
+    def resume(self, trainer: pl.Trainer, step: int) -> None:
+        """Begin with a later step of the reference, which may be in the middle of its epoch."""
+        self.whole_epoch = None
+        self._put_resumed(trainer, step - 1, is_first=True)
 
     def note_batch(self, trainer: pl.Trainer, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         if not batch_idx and trainer.is_global_zero:
             with unobserved():
-                for name, value in flatten(batch, f"{FIRST_BATCH}loader {dataloader_idx}: batch", is_whole=True):
+                for name, value in flatten(batch, f"loader {dataloader_idx}: batch", is_whole=True):
                     if isinstance(value, Tensor) and holds_data(value):
-                        self.first_batches[name] = format_digest(digest_tensor(value))
+                        self.first_batches.append(ReadRow("batch", name, format_digest(digest_tensor(value))))
 
     def read_epoch(self, trainer: pl.Trainer) -> bool:
         epoch, self.ended_epoch = self.ended_epoch, None
         whole, self.whole_epoch = self.whole_epoch, None
         if epoch is not None and whole is not None:
-            return self.read(trainer, "epoch", self.step, epoch=epoch, **whole)
+            return self.read(trainer, "epoch", self.step, epoch=epoch, known=whole)
         if epoch is not None:
             self._fresh(trainer, "epoch")  # discards means of part of an epoch
             if not self.is_resuming:
                 self._put_resumed(trainer, self.step)
         return False
 
-    def read(self, trainer: pl.Trainer, where: str, number: int, *, epoch: int, **evidence: str) -> bool:
+    def read(
+        self, trainer: pl.Trainer, where: str, number: int, *, epoch: int, known: tuple[ReadRow, ...] = ()
+    ) -> bool:
         session = self._session
         if session is None or not trainer.is_global_zero:
             return False
         fresh = self._fresh(trainer, where)
-        first_batches, self.first_batches = self.first_batches, {}
+        first_batches, self.first_batches = self.first_batches, []
         with unobserved():
             values = {name: value for name, value in fresh.items() if isinstance(value, Tensor | float | int)}
             selects = session.arguments.selection.selects_metric
             metrics = {name: metric_of(value) for name, value in values.items() if selects(name)}
-        if not metrics and not evidence:
+        if not metrics and not known:
             return False
-        evidence |= generator_states(session.reader)
-        evidence |= {} if where == "epoch" else {**_lengths(trainer, where), **first_batches}
+        of_data = () if where == "epoch" else (*_lengths(trainer, where), *first_batches)
+        reads = (*known, *generator_states(session.reader), *of_data)
         place: dict[str, Any] = {"where": where, "number": number, "step": self.step, "epoch": epoch}
-        return bool(session.put_metrics(Reading(**place, metrics=metrics, evidence=evidence)))
+        return bool(session.put_metrics(Reading(**place, metrics=metrics, reads=reads)))
 
     def _put_resumed(self, trainer: pl.Trainer, step: int, *, is_first: bool = False) -> None:
         if self._session is not None and trainer.is_global_zero:
@@ -126,11 +132,12 @@ class LoggedMetrics:
         return fresh
 
 
-def _lengths(trainer: pl.Trainer, where: str) -> dict[str, str]:
+def _lengths(trainer: pl.Trainer, where: str) -> list[ReadRow]:
     loop: Any = trainer.test_loop if where == "trainer.test" else trainer.validate_loop
     loop = trainer.fit_loop.epoch_loop.val_loop if where == "validation" else loop
     sets: list[Any] = [getattr(loader, "dataset", None) for loader in combined_loader(loop).flattened]
-    return {f"{LENGTH}loader {at}": str(len(data)) for at, data in enumerate(sets) if hasattr(data, "__len__")}
+    sized = [(at, data) for at, data in enumerate(sets) if hasattr(data, "__len__")]
+    return [ReadRow("length", f"loader {at}", str(len(data))) for at, data in sized]
 
 
 KEY = "determinism"

@@ -9,12 +9,12 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from det_callbacks.environment.rng import RewindPoint
 from det_callbacks.errors import DivergenceError, NothingComparedError, SelectionError
 from det_callbacks.integrations.lightning.determinism import DeterminismCallback
 from det_callbacks.internals.lightning import MultiProcessingLauncher, either, is_out_of_batches
 from det_callbacks.ranks.group import RankGroup
 from det_callbacks.runs.selection import Level
+from det_callbacks.settings.generators import RewindPoint
 from det_callbacks.text import count
 from det_callbacks.training.arguments import Resume
 from det_callbacks.verdict import Verdict

@@ -20,7 +20,6 @@ from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
 from det_callbacks.digest.unobserved import unobserved
-from det_callbacks.environment.rng import Held
 from det_callbacks.errors import SettingsError
 from det_callbacks.integrations.lightning.logged import print_beside_bar
 from det_callbacks.internals.lightning import (
@@ -41,6 +40,7 @@ from det_callbacks.internals.replaced import ReplacedMethods, subclass_of
 from det_callbacks.internals.torch import BUFFERS, PARAMETERS
 from det_callbacks.runs.evidence import AFTER, BEFORE
 from det_callbacks.runs.program import further_name
+from det_callbacks.settings.generators import Held
 from det_callbacks.trace.op.components import holds_data
 from det_callbacks.trace.state.leaves import flatten
 from det_callbacks.trace.state.walker import StateWalker

@@ -8,9 +8,9 @@ from msgspec.structs import replace
 from torch import Generator, Tensor
 
 from det_callbacks.digest.host import digest_memory
-from det_callbacks.environment.rng import digest_generator
 from det_callbacks.internals.torch import AsyncCollectiveTensor, storage_address
 from det_callbacks.runs.program import IN_FLIGHT, UNWRITTEN, Site, is_passed, subject_of
+from det_callbacks.settings.generators import digest_generator
 from det_callbacks.trace.attribution.places import Places
 from det_callbacks.trace.op.call_graph import CallNode
 from det_callbacks.trace.op.components import address_of, has_parts, parts_of

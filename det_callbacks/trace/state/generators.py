@@ -10,7 +10,10 @@ from det_callbacks.digest.components import tensor_bits
 from det_callbacks.digest.device.deferred import Bits, DeferredDigests, value_of
 from det_callbacks.digest.host import digest_bytes, format_digest
 from det_callbacks.digest.unobserved import hidden
-from det_callbacks.environment.rng import (
+from det_callbacks.internals.torch import generator_address
+from det_callbacks.runs.evidence import EvidenceKind, EvidenceRow
+from det_callbacks.runs.program import IDLE, passed_on
+from det_callbacks.settings.generators import (
     PROCESS,
     TORCH_CPU,
     Homes,
@@ -22,9 +25,6 @@ from det_callbacks.environment.rng import (
     state_bytes,
     used_generators,
 )
-from det_callbacks.internals.torch import generator_address
-from det_callbacks.runs.evidence import EvidenceKind, EvidenceRow
-from det_callbacks.runs.program import IDLE, passed_on
 
 
 class GeneratorReader:

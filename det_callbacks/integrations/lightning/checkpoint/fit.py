@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 from det_callbacks.digest.components import digest_tensor
 from det_callbacks.digest.host import format_digest
 from det_callbacks.digest.unobserved import unobserved
-from det_callbacks.environment.rng import Held
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.integrations.lightning.trainer import find_generators
 from det_callbacks.internals.lightning import (
@@ -26,6 +25,7 @@ from det_callbacks.internals.lightning import (
     should_validate,
 )
 from det_callbacks.internals.torch import left_out_of_state
+from det_callbacks.settings.generators import Held
 
 GRADIENT, BUFFER = "gradient ", "buffer "
 """Prefixes of the names of tensors saved next to a checkpoint."""

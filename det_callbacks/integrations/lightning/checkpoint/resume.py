@@ -15,17 +15,17 @@ import torch
 
 from det_callbacks.checkpoint.entries import entries_of
 from det_callbacks.checkpoint.files import DataPosition, Part, Sidecar, part_path, read_part, write_part
+from det_callbacks.checkpoint.messages import unrestored_line
 from det_callbacks.digest.host import digest_bytes, format_digest
 from det_callbacks.digest.unobserved import unobserved
-from det_callbacks.environment.rng import GeneratorStates, Held
 from det_callbacks.errors import NotResumableError
 from det_callbacks.integrations.lightning.checkpoint import buckets, fit
 from det_callbacks.integrations.lightning.trainer import follow
 from det_callbacks.internals.lightning import LOAD_LOADER_STATES, Loop, combined_loader, end_restart, own_class
 from det_callbacks.internals.replaced import ReplacedMethods
 from det_callbacks.report.console import print_closing_line
-from det_callbacks.report.tensors import unrestored_line
 from det_callbacks.runs.peers import Peers
+from det_callbacks.settings.generators import GeneratorStates, Held
 from det_callbacks.trace.state.generators import GeneratorReader
 from det_callbacks.trace.state.leaves import leaves
 

@@ -25,12 +25,12 @@ from det_callbacks.checkpoint.files import (
     write_sidecar,
 )
 from det_callbacks.checkpoint.loaded import require_saved, unchecked_line
+from det_callbacks.checkpoint.messages import uncovered_save_line
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.integrations.lightning.checkpoint.resume import Resuming
 from det_callbacks.internals.lightning import WrappingCheckpointIO, either
 from det_callbacks.internals.replaced import ReplacedMethods
 from det_callbacks.report.console import print_closing_line
-from det_callbacks.report.tensors import uncovered_save_line
 from det_callbacks.runs.disk import writing
 from det_callbacks.runs.peers import Peers
 from det_callbacks.trace.state.optimizers import parameters_of

@@ -251,6 +251,10 @@ class RewindPoint:
         self._states = [(one, _read(one)) for one in (*own, *devices, *passed)]
         self._seed = torch.initial_seed()
 
+    def has_moved(self) -> bool:
+        """Return whether a generator has drawn since."""
+        return any(_read(generator) != state for generator, state in self._states)
+
     def put_back(self, *, restarts_new: bool = False) -> None:
         """Restore the states; with ``restarts_new``, reseed the generators of devices first used since."""
         for generator, state in self._states:
