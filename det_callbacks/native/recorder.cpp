@@ -109,7 +109,7 @@ struct Bound {
 
 struct Recorder {
   std::atomic<PyObject*> mode{nullptr};
-  std::unique_ptr<Bound> bound;  // null while no step is recorded
+  std::shared_ptr<Bound> bound;  // null while no step is recorded; a call in another thread may outlive it
   std::unordered_map<const void*, Op> ops;  // by schema
   std::vector<std::unique_ptr<Call>> calls;
   int64_t generation = -1;         // of Python's call graph
@@ -163,7 +163,7 @@ bool is_plain_impl(const at::Tensor& tensor) {
 class Attempt {
  public:
   Attempt(Recorder& recorder, const Op& op, const c10::OperatorHandle& handle, Stack& stack)
-      : recorder_(recorder), bound_(*recorder.bound), op_(op), schema_(handle.schema()), stack_(stack) {
+      : recorder_(recorder), owner_(recorder.bound), bound_(*owner_), op_(op), schema_(handle.schema()), stack_(stack) {
     base_ = stack.size() - schema_.arguments().size();
   }
 
@@ -729,6 +729,7 @@ class Attempt {
   }
 
   Recorder& recorder_;
+  const std::shared_ptr<Bound> owner_;
   const Bound& bound_;
   const Op& op_;
   const c10::FunctionSchema& schema_;
@@ -913,7 +914,7 @@ DET_EXPORT int det_open(void* recorder, PyObject* mode, PyObject* objects, int64
   if (one.layouts_generation != layouts) one.slots.clear();
   one.generation = generation;
   one.layouts_generation = layouts;
-  one.bound = std::make_unique<Bound>(Bound{Ref::of(objects)});
+  one.bound = std::make_shared<Bound>(Bound{Ref::of(objects)});
   one.mode = mode;
   for (auto& open : open_recorders) {
     if (open.load() == &one) return 1;

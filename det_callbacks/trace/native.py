@@ -57,7 +57,7 @@ class NativeCalls:
         self._plans = recorder.plans
         self._taught: dict[int, bool] = {}  # ``id`` of an op that a plan keeps alive -> whether C++ may record it
         self._is_open = False
-        finalize(self, library.det_delete, self._address)
+        finalize(self, library.det_delete, self._address).atexit = False  # a mode may close after that
         step, places = recorder.step, recorder.places
         # in the order of ``Bound`` in recorder.cpp, which keeps them while a mode is open
         self._objects = (
