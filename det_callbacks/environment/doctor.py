@@ -11,6 +11,7 @@ from det_callbacks.digest.device.triton_digest import device_choice
 from det_callbacks.environment.capture import capture_environment
 from det_callbacks.environment.installation import Installation
 from det_callbacks.errors import ReferenceFormatError
+from det_callbacks.native.library import state
 from det_callbacks.runs.environment import NOT_RECORDED, OPTION, PLACE, VARIABLE, compare_environments
 from det_callbacks.runs.store import Run
 from det_callbacks.settings import SETTINGS, DeterminismSettings, settings_in_force
@@ -77,6 +78,7 @@ def diagnose(installation: Installation, *, against: Run | None = None) -> Diagn
     versions = [f"{package}.version" for package in ("python", "torch", lightning)]
     facts = {name: here[name].value for name in (*versions, *_FACTS)}
     count = torch.cuda.device_count()
+    facts["recorder"] = state()
     facts["cuda"] = f"{count} x {torch.cuda.get_device_name(0)}" if count else "no CUDA device"
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:

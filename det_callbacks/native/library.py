@@ -22,7 +22,7 @@ import torch
 
 from det_callbacks.digest.host import digest_bytes, digest_memory, format_digest
 from det_callbacks.environment.variables import RECORDER
-from det_callbacks.errors import CoverageWarning, SettingsError
+from det_callbacks.errors import CoverageWarning, SettingsError, WriteError
 from det_callbacks.runs.disk import make_folder, writing
 
 CHOICES = ("auto", "python", "native")
@@ -67,14 +67,15 @@ def build() -> Build:
     """Build the library for this torch, unless it is built; takes about 20 seconds."""
     if (path := built()) is not None:
         return Build(path=path)
-    if sys.platform != "linux":
-        return Build(path=None, problem="the native recorder is for Linux")
-    if sysconfig.get_config_var("Py_GIL_DISABLED"):
-        return Build(path=None, problem="this Python has no GIL, which the native recorder needs")
-    compiler = os.environ.get("CXX") or shutil.which("g++")
-    if compiler is None:
-        return Build(path=None, problem="there is no C++ compiler: install g++, or set CXX")
-    path = _path()
+    if (problem := _obstacle()) is not None:
+        return Build(path=None, problem=problem)
+    try:
+        return _build(_compiler(), _path())
+    except WriteError as error:
+        return Build(path=None, problem=str(error).rstrip("."))
+
+
+def _build(compiler: str, path: Path) -> Build:
     make_folder(path.parent, instead=_INSTEAD)
     with writing(path, instead=_INSTEAD), tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
@@ -86,6 +87,31 @@ def build() -> Build:
             return Build(path=None, problem=f"{compiler} could not build it: {lines[0][:300]}")
         os.replace(made, path)
     return Build(path=path)
+
+
+def state() -> str:
+    """Return which recorder this process would use at level op; builds nothing."""
+    chosen = choice()
+    if chosen != "native":
+        return f"Python ({RECORDER} is {chosen}; native is faster)"
+    if built() is not None:
+        return "native code, which is built"
+    if (problem := _obstacle()) is not None:
+        return f"Python, because {problem}"
+    return "native code, which the next run builds (python -m det_callbacks native build)"
+
+
+def _compiler() -> str:
+    return os.environ.get("CXX") or shutil.which("g++") or ""
+
+
+def _obstacle() -> str | None:
+    """Return why the library cannot be built here, or None."""
+    if sys.platform != "linux":
+        return "the native recorder is for Linux"
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return "this Python has no GIL, which the native recorder needs"
+    return None if _compiler() else "there is no C++ compiler: install g++, or set CXX"
 
 
 @cache

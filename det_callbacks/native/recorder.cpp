@@ -148,6 +148,27 @@ void each_tensor(const c10::IValue& value, Function&& function) {
   }
 }
 
+// Whether the native recorder digests a dtype: those of DTYPES in trace/native.py.
+bool is_known_dtype(c10::ScalarType dtype) {
+  switch (dtype) {
+    case c10::ScalarType::Byte:
+    case c10::ScalarType::Char:
+    case c10::ScalarType::Short:
+    case c10::ScalarType::Int:
+    case c10::ScalarType::Long:
+    case c10::ScalarType::Half:
+    case c10::ScalarType::Float:
+    case c10::ScalarType::Double:
+    case c10::ScalarType::ComplexFloat:
+    case c10::ScalarType::ComplexDouble:
+    case c10::ScalarType::Bool:
+    case c10::ScalarType::BFloat16:
+      return true;
+    default:
+      return false;
+  }
+}
+
 // Whether a tensor is strided elements in the host's memory, without anything that stands for other values.
 bool is_plain_impl(const at::Tensor& tensor) {
   static const uint64_t allowed =
@@ -156,7 +177,8 @@ bool is_plain_impl(const at::Tensor& tensor) {
           .raw_repr();
   const auto* impl = tensor.unsafeGetTensorImpl();
   return (impl->key_set().raw_repr() & ~allowed) == 0 && impl->has_storage() && impl->layout() == at::kStrided &&
-         impl->device_type() == c10::DeviceType::CPU && !impl->has_symbolic_sizes_strides();
+         impl->device_type() == c10::DeviceType::CPU && !impl->has_symbolic_sizes_strides() &&
+         is_known_dtype(tensor.scalar_type());
 }
 
 // One call that may be the likely one: first compared without any effect, then run, then written to the ledger.

@@ -57,6 +57,7 @@ class NativeCalls:
         self._plans = recorder.plans
         self._taught: dict[int, bool] = {}  # ``id`` of an op that a plan keeps alive -> whether C++ may record it
         self._is_open = False
+        self._taken = (0, 0)
         finalize(self, library.det_delete, self._address).atexit = False  # a mode may close after that
         step, places = recorder.step, recorder.places
         # in the order of ``Bound`` in recorder.cpp, which keeps them while a mode is open
@@ -75,6 +76,11 @@ class NativeCalls:
     @property
     def num_python(self) -> int:
         return int(self._library.det_num_python(self._address))
+
+    def take_counts(self) -> tuple[int, int]:
+        """Return how many ops it recorded, and passed to Python, since this was last called."""
+        taken, self._taken = self._taken, (self.num_native, self.num_python)
+        return self._taken[0] - taken[0], self._taken[1] - taken[1]
 
     def open(self, mode: object) -> None:
         """Let C++ see the ops of a dispatch mode of this thread first."""
@@ -107,7 +113,7 @@ class NativeCalls:
 
 def native_calls(recorder: "Recorder") -> NativeCalls | None:
     """Return the native recorder for a ``Recorder``, or None where Python records everything."""
-    library = load()
+    library = load() if recorder.selection.level == "op" else None
     return None if library is None else NativeCalls(library, recorder)
 
 
@@ -115,6 +121,9 @@ def _is_plain(plan: OpPlan, func: Any) -> bool:
     """Return whether calls of an op need only their arguments and results to be recorded."""
     if plan.kind not in (OpKind.DIGEST, OpKind.VIEW) or make_plan(func).kind is OpKind.COMPOSITE:
         return False
+    returns_list = any(str(one.type).startswith("List") for one in func._schema.returns)
+    if plan.kind is OpKind.DIGEST and returns_list and not plan.base.startswith("aten._foreach_"):
+        return False  # a length that no argument says, which is known only after the call
     return not (plan.draws_random or plan.is_overwrite or plan.opaque_outputs)
 
 

@@ -17,7 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "internals", "text", "verdict"),
     ("digest",),
     ("runs",),
-    ("environment", "environment.hydra", "settings"),
+    ("environment", "environment.hydra", "native", "settings"),
     ("trace",),
     ("tensors", "audit", "compare"),
     ("causes", "findings", "report", "checkpoint", "ranks", "numerics", "observers", "verify"),
@@ -33,7 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 
 _OF_TORCH = (
-    "audit checkpoint digest environment internals numerics observers ranks settings tensors trace training "
+    "audit checkpoint digest environment internals native numerics observers ranks settings tensors trace training "
     "integrations.huggingface integrations.lightning integrations.loop "
     "integrations.followed integrations.torch_models integrations.torch_steps"
 )
