@@ -1,25 +1,24 @@
 """The native recorder writes what the Python recorder writes, and changes nothing of a training either."""
 
-import ctypes
 import os
-import signal
-import subprocess
-import sys
+import warnings
 from collections.abc import Callable, Iterator
+from threading import Thread
 from typing import Any
 
 import pytest
 import torch
-from attribution_models import MODELS
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from det_callbacks import TrainingRun
+from det_callbacks.cli import main
 from det_callbacks.environment.variables import RECORDER
 from det_callbacks.errors import CoverageWarning, SettingsError
 from det_callbacks.native import library
-from det_callbacks.runs.steps import Expectation
+from det_callbacks.runs.store import Run
 from det_callbacks.trace.hash_mode import HashMode
 
 STEPS = 4
@@ -321,3 +320,156 @@ def test_records_what_python_records(make: Callable[[], Made], monkeypatch: pyte
     assert left_plain == left == left_native
     assert num_native
     assert num_python
+
+
+def test_a_training_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+    make = of_step(accumulate)
+
+    def train() -> None:
+        found.append([trained(make, recorder, monkeypatch)[0] for recorder in ("python", "native")])
+
+    thread = Thread(target=train)
+    thread.start()
+    thread.join()
+    expected, rows = found[0]
+    assert rows == expected
+
+
+def after_interruptions(recorder: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return the rows of steps after each of which another one ends in the middle of its backward pass."""
+    monkeypatch.setenv(RECORDER, recorder)
+    torch.manual_seed(0)
+    model, optimizers, step = of_optimizer(torch.optim.AdamW, foreach=False)()
+    mode = HashMode(model)
+    mode.optimizers = optimizers
+    rows = []
+
+    def stop(gradient: Tensor) -> None:
+        raise error
+
+    for number in range(STEPS):
+        mode.begin()
+        step(number)
+        trace = mode.finish()
+        rows.append((trace.program.id, trace.layout_id, trace.digests.tolist(), list(trace.program.sites)))
+        mode.begin()
+        value = model[0](torch.randn(5, 6))
+        value.register_hook(stop)
+        with pytest.raises(error):
+            model[1:](value).sum().backward()
+        mode.abandon()
+        assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 0
+        assert not mode.recorder.step.ledger.pins
+    native = mode.recorder.native
+    assert (native is None) == (recorder == "python")
+    assert native is None or native.num_native
+    return rows
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_steps_after_an_exception(error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, rows = [after_interruptions(recorder, error, monkeypatch) for recorder in ("python", "native")]
+    assert rows == expected
+
+
+@pytest.mark.filterwarnings("ignore")  # of a fork with threads
+def test_a_fork_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    statuses = []
+
+    def forking(model: nn.Module, number: int) -> None:
+        x = torch.ones(5, 6) + 1
+        if (child := os.fork()) == 0:
+            os._exit(0 if (x * 2).tolist() == [[4.0] * 6] * 5 else 1)
+        statuses.append(os.waitpid(child, 0)[1])
+        model(x).sum().backward()
+
+    expected, rows = [trained(of_step(forking), recorder, monkeypatch)[0] for recorder in ("python", "native")]
+    assert rows == expected
+    assert statuses == [0] * 2 * STEPS
+
+
+def test_no_tensor_outlives_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net()
+    mode = HashMode(model)
+    addresses = set()
+    for _ in range(20):
+        mode.begin()
+        value = torch.zeros(1000, 1000) + 1  # 4 MB: torch takes fresh memory from the system as long as this is held
+        addresses.add(value.data_ptr())
+        model(value[:5, :6]).sum().backward()
+        del value
+        mode.finish()
+    assert mode.recorder.native.num_native
+    assert len(addresses) < 10
+
+
+def recorded(path: Any, recorder: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> TrainingRun:
+    monkeypatch.setenv(RECORDER, recorder)
+    torch.manual_seed(0)
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with TrainingRun(path, model=model, optimizers=optimizer, **options) as run:
+        for number in range(STEPS):
+            with run.step(number):
+                optimizer.zero_grad()
+                model(torch.randn(5, 6)).square().mean().backward()
+                optimizer.step()
+    return run
+
+
+@pytest.mark.parametrize("first", ["python", "native"])
+def test_each_verifies_what_the_other_recorded(first, tmp_path, monkeypatch, capsys):
+    other = {"python": "native", "native": "python"}[first]
+    recorded(tmp_path / "run", first, monkeypatch, mode="record")
+    assert ("(native, " in capsys.readouterr().out) == (first == "native")
+    assert ("recorder" in Run.open(tmp_path / "run").manifest.environment) == (first == "native")
+    verdict = recorded(tmp_path / "run", other, monkeypatch, mode="verify", current=tmp_path / "now").verdict
+    assert (verdict.verdict, verdict.counts.steps_compared) == ("match", STEPS)
+    assert not verdict.environment
+
+
+def test_other_words_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RECORDER, "fast")
+    with pytest.raises(SettingsError, match="must be one of auto, python, native; got 'fast'"):
+        HashMode(net())
+
+
+@pytest.mark.parametrize("chosen", ["auto", "python"])
+def test_python_unless_asked(chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RECORDER, chosen)
+    assert HashMode(net()).recorder.native is None
+
+
+def test_python_records_without_a_compiler(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    library._loaded.cache_clear()
+    try:
+        with pytest.warns(CoverageWarning, match="Python records this run.*no C\\+\\+ compiler"):
+            assert HashMode(net()).recorder.native is None
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # said once
+            assert HashMode(net()).recorder.native is None
+        assert "no C++ compiler" in library.state()
+        assert main(["native", "build"]) == 2
+    finally:
+        library._loaded.cache_clear()
+
+
+def test_a_failed_build_says_why(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "false")
+    assert "false could not build it" in library.build().problem
+    assert not [*tmp_path.rglob("*.so")]
+
+
+def test_a_library_of_another_torch_is_not_loaded(tmp_path, monkeypatch):
+    content = library.build().path.read_bytes()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (path := library._path()).parent.mkdir()
+    path.write_bytes(content.replace(torch.__version__.encode(), b"9" * len(torch.__version__)))
+    assert library.built() is None
+    path.write_bytes(content)
+    assert library.built() == path
