@@ -15,10 +15,12 @@ def doctor(options: argparse.Namespace) -> int:
         return print_found(options, lambda: broken_to_dict(here), lambda: broken_report(here), status=2)
 
     from det_callbacks.environment.doctor import diagnose  # noqa: PLC0415  # loads torch
+    from det_callbacks.native.library import state  # noqa: PLC0415  # loads torch
     from det_callbacks.report.machine import doctor_report  # noqa: PLC0415  # loads what reads runs
     from det_callbacks.runs.store import Run  # noqa: PLC0415  # likewise
 
-    diagnosis = diagnose(here, against=None if options.against is None else Run.open(options.against))
+    against = None if options.against is None else Run.open(options.against)
+    diagnosis = diagnose(here, against=against, recorder=state())
     status = int(not diagnosis.is_well)
     return print_found(options, diagnosis.to_dict, lambda: doctor_report(diagnosis), status=status)
 

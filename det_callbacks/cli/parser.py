@@ -261,7 +261,7 @@ _COMMANDS: Mapping[str, tuple[str, str]] = {
     ),
     "doctor": ("Show which determinism settings are in force; exit 1 if a requested one is not.", "--json --against"),
     "native": (
-        "Build the native recorder for the installed torch, which takes about 20 seconds; exit 2 if it cannot be built.",
+        "Build the native recorder for the installed torch (20 seconds); exit 2 if that fails.",
         "build",
     ),
     "ops": ("Show which ops of the installed torch are nondeterministic, or draw random numbers.", "--json --used-by"),

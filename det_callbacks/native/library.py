@@ -159,7 +159,7 @@ def _open(path: Path) -> tuple[ctypes.PyDLL | None, str]:
 @cache
 def _key() -> str:
     """Return what a library is built from and for."""
-    names = sorted(path.name for path in _SOURCES.iterdir() if path.suffix in (".cpp", ".h"))
+    names = sorted(path.name for kind in ("*.cpp", "*.h") for path in _SOURCES.glob(kind))
     sources = digest_bytes(b"\0".join((_SOURCES / name).read_bytes() for name in names))
     abi = int(torch.compiled_with_cxx11_abi())
     facts = torch.__version__, torch.version.git_version, f"abi{abi}", format_digest(sources)

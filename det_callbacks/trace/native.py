@@ -7,22 +7,19 @@ code that records without it, and both recorders write the same run.
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import finalize
 
 import torch
 from torch import Tensor, nn
 
 from det_callbacks.digest.host import digest_memory
-from det_callbacks.internals.torch import RUN_BACKWARD, is_zero_tensor
+from det_callbacks.internals.torch import RUN_BACKWARD, is_zero_tensor, schema_of
 from det_callbacks.native.library import load
 from det_callbacks.trace.attribution.backward import of_accumulation
 from det_callbacks.trace.op.call_graph import CallNode
 from det_callbacks.trace.op.components import PLAIN, STRIDED
 from det_callbacks.trace.tables.overloads import OpKind, OpPlan, make_plan
-
-if TYPE_CHECKING:
-    from det_callbacks.trace.recorder import Recorder
 
 DTYPES: dict[str, torch.dtype] = {
     "Byte": torch.uint8,
@@ -51,7 +48,7 @@ class NativeCalls:
         num_python: number of ops that it passed to Python.
     """
 
-    def __init__(self, library: ctypes.PyDLL, recorder: "Recorder") -> None:
+    def __init__(self, library: ctypes.PyDLL, recorder: Any) -> None:
         self._library = library
         self._address = ctypes.c_void_p(library.det_new())
         self._plans = recorder.plans
@@ -111,7 +108,7 @@ class NativeCalls:
             self._library.det_teach(node)
 
 
-def native_calls(recorder: "Recorder") -> NativeCalls | None:
+def native_calls(recorder: Any) -> NativeCalls | None:
     """Return the native recorder for a ``Recorder``, or None where Python records everything."""
     library = load() if recorder.selection.level == "op" else None
     return None if library is None else NativeCalls(library, recorder)
@@ -121,7 +118,7 @@ def _is_plain(plan: OpPlan, func: Any) -> bool:
     """Return whether calls of an op need only their arguments and results to be recorded."""
     if plan.kind not in (OpKind.DIGEST, OpKind.VIEW) or make_plan(func).kind is OpKind.COMPOSITE:
         return False
-    returns_list = any(str(one.type).startswith("List") for one in func._schema.returns)
+    returns_list = any(str(one.type).startswith("List") for one in schema_of(func).returns)
     if plan.kind is OpKind.DIGEST and returns_list and not plan.base.startswith("aten._foreach_"):
         return False  # a length that no argument says, which is known only after the call
     return not (plan.draws_random or plan.is_overwrite or plan.opaque_outputs)

@@ -218,8 +218,7 @@ class CallGraph:
         self._num_characters = 0
         self.text: dict[str, tuple[str, ...]] = {}  # see ``Program.text``; bounded by the code that calls ops
         self._sources: dict[tuple[str, ...], tuple[str, ...]] = {}  # shared by calls; bounded like ``text``
-        self.step_number = 0
-        self.num_forgets = 0  # how often all calls were forgotten
+        self.step_number = self.num_forgets = 0  # steps begun, and how often all calls were forgotten
         self._limit = MAX_BYTES
         self._forget()
         self._start()
@@ -246,9 +245,7 @@ class CallGraph:
 
     def _forget(self) -> None:
         self.num_forgets += 1
-        self.num_nodes = 0
-        self.num_bytes = 0
-        self._num_labels = 0
+        self.num_nodes = self.num_bytes = self._num_labels = 0
         # hash of op, place, reads and names -> calls, those that differ only in numbers together
         self._calls: dict[int, list[_OncePerStep[CallNode]]] = {}
         self._site_rows: dict[Site, SiteRow] = {}

@@ -34,7 +34,7 @@ class UndigestedOps:
         self._step, self._places, self._plans = step, places, plans
         self._collectives, self._output_hooks = collectives, output_hooks
         self._copying: set[torch.device] = set()
-        self.teach_view: Callable[[OpPlan, Any], None] | None = None  # teaches the native recorder
+        self.teach_view: Callable[[OpPlan, Any], bool] | None = None  # teaches the native recorder
         self.fill: int | None = None  # fill allocated memory with this byte; None leaves it unchanged
 
     def begin(self) -> None:
