@@ -1,7 +1,7 @@
 """How the sites of one step differ, and which differences start there: their ops read no difference."""
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -279,30 +279,27 @@ class StepDifference:
     # where a difference starts
 
     @cached_property
-    def fed(self) -> np.ndarray:
+    def reads_difference(self) -> np.ndarray:
         """Bool by row: it read a site that differs, or memory that changed by a named tensor."""
-        # by side and position: later readers read different bits there
-        since = [np.full(len(view.program), len(view.program)) for view in (self.reference, self.current)]
-        for positions, known in zip((self.alignment.reference, self.alignment.current), since, strict=True):
-            known[positions[self.differs & (positions >= 0)]] = -1
-        for row in np.flatnonzero(self.differs & ~self._readers(since) & (self.roles == "named")).tolist():
+        sides = _Side(self.reference, self.alignment.reference), _Side(self.current, self.alignment.current)
+        for side in sides:
+            positions = side.positions
+            side.mark(positions[self.differs & (positions >= 0)], since=-1)
+        # a named tensor that differs, although it read no difference, shows that what it read has changed before it
+        is_first = self.differs & ~self._readers(sides) & (self.roles == "named")
+        for row in np.flatnonzero(is_first).tolist():
             if self.kinds[row] == "content":
-                read = [[*view.program.sites[position].inputs] for view, position in self._sides_of(row)]
-                told = list(zip(since, read, self.pairs[row], strict=True))
-                if not any((known[inputs] < position).any() for known, inputs, position in told if inputs):
-                    for known, inputs, position in told:
-                        known[inputs] = position
-        return self._readers(since)
+                places = [(side, int(side.positions[row])) for side in sides if side.positions[row] >= 0]
+                if not any(side.has_changed_inputs(position) for side, position in places):
+                    for side, position in places:
+                        side.mark(side.inputs(position), since=position)
+        return self._readers(sides)
 
-    def _readers(self, since: Sequence[np.ndarray]) -> np.ndarray:
-        """Return, bool by row, which rows read different bits, on either side."""
+    def _readers(self, sides: Iterable["_Side"]) -> np.ndarray:
+        """Return, bool by row, which rows read different bits, in either step."""
         found = np.zeros(len(self.alignment), dtype=bool)
-        sides = (self.reference, self.alignment.reference), (self.current, self.alignment.current)
-        for (view, positions), known in zip(sides, since, strict=True):
-            readers, read = view.program.edges
-            is_fed = np.zeros(len(view.program) + 1, dtype=bool)
-            is_fed[readers[known[read] < readers]] = True
-            found |= is_fed[positions]
+        for side in sides:
+            found |= side.readers()
         return found
 
     @cached_property
@@ -313,7 +310,7 @@ class StepDifference:
     @cached_property
     def starts(self) -> Mapping[int, Start]:
         """The differing rows that read no difference, ascending; all others depend on them."""
-        return {row: self._start(row) for row in self.rows[~self.fed[self.rows]].tolist()}
+        return {row: self._start(row) for row in self.rows[~self.reads_difference[self.rows]].tolist()}
 
     def start(self, row: int) -> Start:
         return self.starts.get(row, "read")
@@ -484,3 +481,34 @@ def _readable_sites(program: Program) -> np.ndarray:
 
 def _digest_at(view: StepView, position: int) -> str | None:
     return None if position < 0 else format_digest(int(view.record.digests[position]))
+
+
+class _Side:
+    """One of two steps: ``since[p]`` is the position from which on readers of site p see different bits.
+
+    It is -1 if p itself differs, and the length of the step if no reader does.
+    """
+
+    def __init__(self, view: StepView, positions: np.ndarray) -> None:
+        self.positions = positions  # by row; -1 if only the other step has it
+        self._sites = view.program.sites
+        self._edges = view.program.edges
+        self._since = np.full(len(view.program), len(view.program))
+
+    def mark(self, sites: Sequence[int] | np.ndarray, *, since: int) -> None:
+        self._since[np.asarray(sites, dtype=np.int64)] = since
+
+    def inputs(self, position: int) -> list[int]:
+        return [*self._sites[position].inputs]
+
+    def has_changed_inputs(self, position: int) -> bool:
+        inputs = self.inputs(position)
+        return bool(inputs) and bool((self._since[inputs] < position).any())
+
+    def readers(self) -> np.ndarray:
+        """Return, bool by row, which rows read different bits."""
+        readers, read = self._edges
+        is_reader = np.zeros(len(self._sites) + 1, dtype=bool)  # the last is of rows without a position
+        is_reader[readers[self._since[read] < readers]] = True
+        found: np.ndarray = is_reader[self.positions]
+        return found

@@ -177,16 +177,10 @@ def of_accumulation(name: str | None) -> OpScope:
 
 
 def _find_in(nodes: _Nodes, number: int, name: str, code: CodeType | None) -> OpScope:
-    """Return the scope of a node by its number; UNKNOWN if it is unclear which call made it.
-
-    An op may create more nodes before it runs (a clone of the overwritten input, AsStrided of inputs), so
-    its number may be higher. A CopySlices node comes after the node of an op that wrote into a view.
-    """
+    """Return the scope of a node by its number; UNKNOWN if it is unclear which call made it."""
     if name == _COPY_SLICES:
-        call = nodes.get(number - 1, [_UNSEEN])[0]
-        if call.op_base == "aten.clone":
-            call = nodes.get(number - 2, [_UNSEEN])[0]
-        return _scope_in(call) if call.is_in_place else UNKNOWN
+        return _writer_before(nodes, number)
+    # an op may create nodes before its own: of a clone of the overwritten input, or AsStrided of inputs
     num_between = next((at for at in range(MAX_BETWEEN) if number + at in nodes), 0)
     call = nodes.get(number + num_between, [_UNSEEN])[0]
     if code is not None:
@@ -194,11 +188,36 @@ def _find_in(nodes: _Nodes, number: int, name: str, code: CodeType | None) -> Op
         if found is not UNKNOWN or num_between:
             return found
     if is_maker(call.op_base, name):
-        found = _scope_in(call)
-        if code is None and not num_between:
-            _scopes_of(call)[name] = found  # a cache that ``_of_node`` checks first
-        return found
-    return next((_scope_in(later) for later in nodes.get(number, [])[1:] if is_maker(later.op_base, name)), UNKNOWN)
+        return _scope_of_maker(call, name, is_cached=code is None and not num_between)
+    return _later_maker(nodes, number, name)
+
+
+def _writer_before(nodes: _Nodes, number: int) -> OpScope:
+    """Return the scope of a CopySlices node, which comes after the node of the op that wrote into a view.
+
+    In ``view.mul_(2)`` the node of mul_ has the number before; if torch copies what it overwrites for
+    the backward pass, a clone is between them.
+    """
+    call = nodes.get(number - 1, [_UNSEEN])[0]
+    if call.op_base == "aten.clone":
+        call = nodes.get(number - 2, [_UNSEEN])[0]
+    return _scope_in(call) if call.is_in_place else UNKNOWN
+
+
+def _scope_of_maker(call: CallNode, name: str, *, is_cached: bool) -> OpScope:
+    """Return the scope of the call that made a node of this name, as ``aten.mm`` makes MmBackward0.
+
+    ``is_cached`` keeps it for ``_of_node``, which looks there first: so the node has the number of its call.
+    """
+    found = _scope_in(call)
+    if is_cached:
+        _scopes_of(call)[name] = found
+    return found
+
+
+def _later_maker(nodes: _Nodes, number: int, name: str) -> OpScope:
+    """Return the scope of a later call that was noted with the number of a node, if it can have made it."""
+    return next((_scope_in(call) for call in nodes.get(number, [])[1:] if is_maker(call.op_base, name)), UNKNOWN)
 
 
 def _scopes_of(call: CallNode) -> dict[object, OpScope]:
