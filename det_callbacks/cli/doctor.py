@@ -1,9 +1,11 @@
-"""The command that checks this machine; it works even if other packages are broken."""
+"""The commands about this machine; ``doctor`` works even if other packages are broken."""
 
 import argparse
 
 from det_callbacks.cli.found import print_found
 from det_callbacks.environment.installation import look_at_installation
+from det_callbacks.errors import CheckError
+from det_callbacks.report.console import make_console, print_line
 from det_callbacks.report.installation import broken_report, broken_to_dict
 
 
@@ -13,9 +15,21 @@ def doctor(options: argparse.Namespace) -> int:
         return print_found(options, lambda: broken_to_dict(here), lambda: broken_report(here), status=2)
 
     from det_callbacks.environment.doctor import diagnose  # noqa: PLC0415  # loads torch
+    from det_callbacks.native.library import state  # noqa: PLC0415  # loads torch
     from det_callbacks.report.machine import doctor_report  # noqa: PLC0415  # loads what reads runs
     from det_callbacks.runs.store import Run  # noqa: PLC0415  # likewise
 
-    diagnosis = diagnose(here, against=None if options.against is None else Run.open(options.against))
+    against = None if options.against is None else Run.open(options.against)
+    diagnosis = diagnose(here, against=against, recorder=state())
     status = int(not diagnosis.is_well)
     return print_found(options, diagnosis.to_dict, lambda: doctor_report(diagnosis), status=status)
+
+
+def native(options: argparse.Namespace) -> int:
+    from det_callbacks.native.library import build  # noqa: PLC0415  # loads torch
+
+    found = build()
+    if found.path is None:
+        raise CheckError(f"The native recorder cannot be built: {found.problem}.")
+    print_line(make_console(), f"The native recorder is built: {found.path}. DET_CALLBACKS_RECORDER=native uses it.")
+    return 0

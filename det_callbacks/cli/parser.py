@@ -20,6 +20,7 @@ _PATHS = ("run_folder", "reference", "current", "checkpoint", "other", "against"
 SCRIPT_COMMANDS = ("record", "verify", "check", "find")
 _MODULES = {
     "doctor": "doctor",
+    "native": "doctor",
     **dict.fromkeys(SCRIPT_COMMANDS, "check"),
     "find": "find",
 }  # of other commands it is commands.py
@@ -157,6 +158,7 @@ _ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
         "nargs": "?",
         "help": "show how this checkpoint differs from CHECKPOINT",
     },
+    "build": {"choices": ("build",), "help": "build it, unless it is built"},
     "--json": {"action": "store_true", "help": "print JSON"},
     "--step": {"type": _number, "metavar": "N", "help": "show the sites of this step"},
     "--rank": {"type": _number, "default": 0, "metavar": "R", "help": "of this process (default 0)"},
@@ -258,6 +260,10 @@ _COMMANDS: Mapping[str, tuple[str, str]] = {
         "reference? --out --json --vary --until --tries -v/--verbose",
     ),
     "doctor": ("Show which determinism settings are in force; exit 1 if a requested one is not.", "--json --against"),
+    "native": (
+        "Build the native recorder for the installed torch (20 seconds); exit 2 if that fails.",
+        "build",
+    ),
     "ops": ("Show which ops of the installed torch are nondeterministic, or draw random numbers.", "--json --used-by"),
     "export": (
         "Write a run as a Parquet data set for DuckDB, Polars and Spark, or as a trace for Perfetto.",

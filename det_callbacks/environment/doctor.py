@@ -65,8 +65,8 @@ class Diagnosis:
         return {"schema": 1, "is_well": self.is_well, **asdict(self), "differences": differences}
 
 
-def diagnose(installation: Installation, *, against: Run | None = None) -> Diagnosis:
-    """Check the settings of a run, or the defaults, in this process."""
+def diagnose(installation: Installation, *, against: Run | None = None, recorder: str = "") -> Diagnosis:
+    """Check the settings of a run, or the defaults, in this process; ``recorder`` says what would record."""
     settings = DeterminismSettings() if against is None else _settings_of(against)
     findings = tuple(_find(name, getattr(settings, name), found) for name, found in settings_in_force().items())
     if against is not None and torch.cuda.is_available():
@@ -77,6 +77,7 @@ def diagnose(installation: Installation, *, against: Run | None = None) -> Diagn
     versions = [f"{package}.version" for package in ("python", "torch", lightning)]
     facts = {name: here[name].value for name in (*versions, *_FACTS)}
     count = torch.cuda.device_count()
+    facts |= {"recorder": recorder} if recorder else {}
     facts["cuda"] = f"{count} x {torch.cuda.get_device_name(0)}" if count else "no CUDA device"
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:

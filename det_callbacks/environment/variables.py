@@ -27,6 +27,9 @@ REPLACES_OWN = "DET_CALLBACKS_REPLACES_OWN"
 CAPTURE = "DET_CALLBACKS_CAPTURE"
 """The call whose inputs are saved, as JSON: see ``CallCapture`` in ``tensors/calls.py``."""
 
+RECORDER = "DET_CALLBACKS_RECORDER"
+"""Which code records the ops of a step: python, native (``native/library.py``), or auto, which is python for now."""
+
 NUM_WORKERS = "DET_CALLBACKS_NUM_WORKERS"
 """``DeterminismCallback`` gives the training's DataLoaders this number of workers."""
 

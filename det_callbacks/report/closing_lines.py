@@ -40,13 +40,14 @@ def recorded_line(
     num_ranks: int,
     kept: KeptCounts | None,
     num_metrics: int,
+    recorder: str = "",
 ) -> str:
     """Return the closing line of a recording; ``num_agreed`` is None unless it was resumed."""
     match = "matches the one" if num_agreed == 1 else "match those"
     agreed = f"{count(num_agreed, 'step')} {match} already recorded; " if num_agreed else ""
     parts = [
         f"{agreed}recorded {count(num_steps, 'step' if num_agreed is None else 'new step')}{_of_ranks(num_ranks)}",
-        f"{count(num_sites, 'site')} at level {level}",
+        f"{count(num_sites, 'site')} at level {level}{f' ({recorder})' if recorder else ''}",
         *([count(num_metrics, "metric")] if num_metrics else []),
         f"{size(num_bytes)} of digests{_replayed(saved, 'saved for replay')}",
         f"in {path}",

@@ -107,6 +107,7 @@ def doctor_report(diagnosis: "Diagnosis") -> list[Section]:
     rest = [name for name, found in diagnosis.installation.versions.items() if found and name not in versions]
     head += [f"{', '.join(filter(None, system))}; {versions_line(diagnosis.installation, rest)}"]
     head += [f"Digests of tensors on {facts['digest']}"] if "digest" in facts else []
+    head += [f"At level op, the recorder is {facts['recorder']}"] if "recorder" in facts else []
     rows = [
         (setting.state, setting.name, f"{setting.wanted}", f"{setting.in_force}", setting.to_do or "-")
         for setting in diagnosis.settings

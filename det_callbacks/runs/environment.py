@@ -29,6 +29,7 @@ OPTIMIZER = "optimizer"  # classes of the optimizers; prefix of their options
 FOLLOWED = "loop.followed"  # the models and optimizers of a script that was followed
 EACH_CALL = "none; each call of "  # begins that entry if no optimizer stepped
 UNRECORDED = "loop.unrecorded"  # parts of the training of such a script that no step holds
+RECORDER = "recorder"  # words on the native recorder, if it recorded
 GENERATOR = "generators."  # digest of the first state of a generator of rank 0
 ARGUMENTS = "process.argv"  # the words that started the program
 
@@ -58,7 +59,7 @@ class EnvironmentEntry:
     changes_bits: bool
 
 
-_NOTES = {UNRECORDED, WITHOUT_EFFECT}  # each run's own; a verification may stop before it knows the first
+_NOTES = {UNRECORDED, WITHOUT_EFFECT, RECORDER}  # each run's own; a verification may stop before it knows the first
 
 Environment: TypeAlias = Mapping[str, EnvironmentEntry]
 """Facts that may affect the bits of a run, by name; no host or user names, absolute paths, addresses, secrets."""

@@ -311,7 +311,7 @@ class Listener:
         self._recorder.compiled.open()
         if sees_ops:
             self.mode = Interceptor(self._recorder)
-            self.mode.__enter__()  # type: ignore[no-untyped-call]  # torch's own
+            self.mode.__enter__()
 
     def close(self) -> str | None:
         """Stop listening; return the class of a mode above ours, if any: ours then stays and passes on all ops."""

@@ -14,6 +14,8 @@ class Interceptor(DispatchMode):
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder: Recorder | None = None
+        self._native = None if num_dispatch_modes() else recorder.native  # a mode below sees no native kernel
+        self._is_entered = False
         self.recorder = recorder
         self._captures = recorder.captures.begun
         self._running_regions = recorder.places.running_regions
@@ -32,6 +34,28 @@ class Interceptor(DispatchMode):
             if one is not None:
                 one.step.deferred.see_writes(one is recorder)
         self._recorder = recorder
+        self._share()
+
+    @override
+    def __enter__(self) -> "Interceptor":
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch's own
+        self._is_entered = True
+        self._share()
+        return self
+
+    @override
+    def leave(self) -> str | None:
+        self._is_entered = False
+        self._share()
+        return super().leave()
+
+    def _share(self) -> None:
+        """Let the native recorder see the ops first, as long as this mode records them."""
+        if self._native is None:
+            return
+        self._native.close()
+        if self._is_entered and self._recorder is not None and not self._recorder.is_verifying:
+            self._native.open(self)
 
     @property
     @override

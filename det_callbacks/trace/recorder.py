@@ -28,6 +28,7 @@ from det_callbacks.trace.compiled.captures import GraphCaptures
 from det_callbacks.trace.compiled.regions import CompiledRegions
 from det_callbacks.trace.compiled.replaced import REPLACED
 from det_callbacks.trace.dispatch import TAKE_APART
+from det_callbacks.trace.native import native_calls
 from det_callbacks.trace.op.call_graph import Call
 from det_callbacks.trace.op.components import PLAIN, STRIDED, address_of, parts_with_memory
 from det_callbacks.trace.op.layouts import Parts, describe_parts, parts_of_arguments
@@ -91,6 +92,9 @@ class Recorder:
             output_hooks=self.output_hooks,
             unseen_writes=self._unseen_writes,
         )
+        self.native = native_calls(self)
+        if self.native is not None:
+            self.undigested.teach_view = self.native.teach_op
         self._accumulation: OpPlan | None = None
         self._expected: Expectation | None = None
 
@@ -158,6 +162,11 @@ class Recorder:
     @property
     def num_sites(self) -> int:
         return len(self.step.digests)
+
+    @property
+    def is_verifying(self) -> bool:
+        """Whether outputs are compared with a reference while the step runs."""
+        return self._expected is not None
 
     def op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # how to record calls of this op; ``UndigestedOps`` runs most ops without sites
@@ -357,6 +366,8 @@ class Recorder:
             self._unseen_writes.check_after_call(
                 expected, first_site, first_output, read, reads, was_changed=was_changed
             )
+        if self.native is not None and scope is not ENGINE:
+            self.native.teach(plan, func, node, outputs)
         return out
 
     def _trace(self, program: Program, digests: np.ndarray) -> StepTrace:

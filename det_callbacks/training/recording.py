@@ -12,6 +12,7 @@ from det_callbacks.errors import CoverageWarning, NothingComparedError, WriteErr
 from det_callbacks.report import closing_lines
 from det_callbacks.report.run import findings_line
 from det_callbacks.report.verdict import disagreement_text
+from det_callbacks.runs.environment import RECORDER
 from det_callbacks.runs.files import DISAGREEMENT, MANIFEST, REPLACEMENT
 from det_callbacks.runs.metrics import Reading
 from det_callbacks.runs.peers import END_OF_FIT, Peers
@@ -49,6 +50,8 @@ class Recording(TracedSession):
         self._num_metrics = self._num_before_call = 0
         self._regions: set[str] = set()
         self._is_resuming = self._has_diverged = False
+        self._num_by_native = self._num_by_python = 0  # ops
+        self._recorder = ""  # words about the native recorder, if it recorded
 
     @override
     def begin(self, *, is_resumed: bool = False, call: str | None = None) -> None:
@@ -148,6 +151,7 @@ class Recording(TracedSession):
             selected = "" if selection.is_every_step else selection.shown_steps
             text = closing_lines.nothing_recorded_text(path=self.path, selected=selected, is_resumed=self.is_resumed)
             raise NothingComparedError(text)
+        self._note_recorder()
         self._complete()
         kept = [rank.kept for rank in ranks if rank.kept is not None]
         self._print_once(
@@ -162,6 +166,7 @@ class Recording(TracedSession):
                 num_ranks=self.peers.world_size,
                 kept=reduce(operator.add, kept) if kept else None,
                 num_metrics=self._num_metrics,
+                recorder=self._recorder,
             )
         )
         if self.peers.rank == 0 and (text := findings_line(self.run.path, shown=self.path)):
@@ -188,6 +193,18 @@ class Recording(TracedSession):
             if now == before:
                 raise NothingComparedError(closing_lines.no_metrics_text(call, reference=self.path))
         self._print_once(closing_lines.recorded_call_line(call, path=self._shown_path, num_metrics=now - before))
+
+    def _note_recorder(self) -> None:
+        """Note how many ops native code recorded, in all fits of this process."""
+        native = self._hash_mode.recorder.native
+        if native is None:
+            return
+        by_native, by_python = native.take_counts()
+        self._num_by_native += by_native
+        self._num_by_python += by_python
+        num_ops = self._num_by_native + self._num_by_python
+        self._recorder = f"native, {self._num_by_python:,} of {count(num_ops, 'op')} by Python"
+        self.run.note(RECORDER, self._recorder)
 
     def _complete(self) -> None:
         self.run.close(complete=True)
@@ -264,6 +281,8 @@ class Recording(TracedSession):
             left = "is unchanged" if (self.path / MANIFEST).exists() else "holds no run"
             when = f"before its first new step: {self.path} {left}"
         else:
+            if self.num_steps:
+                self._note_recorder()
             self.run.close(complete=False)
             when = f"after {count(self.num_steps, 'step')}: incomplete, in {self._shown_path}"
         self.print_line(f"det_callbacks: recording{self._of_rank} stopped by {reason} {when}")

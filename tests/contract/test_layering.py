@@ -18,6 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("digest",),
     ("runs",),
     ("environment", "environment.hydra", "settings"),
+    ("native",),
     ("trace",),
     ("tensors", "audit", "compare"),
     ("causes", "findings", "report", "checkpoint", "ranks", "numerics", "observers", "verify"),
@@ -33,7 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 
 _OF_TORCH = (
-    "audit checkpoint digest environment internals numerics observers ranks settings tensors trace training "
+    "audit checkpoint digest environment internals native numerics observers ranks settings tensors trace training "
     "integrations.huggingface integrations.lightning integrations.loop "
     "integrations.followed integrations.torch_models integrations.torch_steps"
 )

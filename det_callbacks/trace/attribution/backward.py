@@ -58,17 +58,17 @@ class BackwardMap:
         self._modules = modules
         modules.on_enter = self.note_region
         self._callers: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # checkpointed region -> module
-        self._threads: defaultdict[int, _Nodes] = defaultdict(dict)
+        self.threads: defaultdict[int, _Nodes] = defaultdict(dict)
         # by ids, since hashing a code object hashes its constants
         self._stacks: dict[tuple[int, ...], tuple[CodeType, ...]] = {}
 
     def clear(self) -> None:
-        self._threads.clear()
+        self.threads.clear()
         self.note_unseen()
 
     def register(self, call: CallNode) -> None:
         """Note that the running op, the first after the creation of a node, made it."""
-        nodes = self._threads[get_ident()]
+        nodes = self.threads[get_ident()]
         number = next_sequence_number() - 1
         calls = nodes.setdefault(number, [call])
         first = calls[0]
@@ -85,7 +85,7 @@ class BackwardMap:
         may_own_node = scope.recomputed if phase == "backward" else self.is_unclaimed()
         if phase == "optimizer" or not (torch.is_grad_enabled() or may_own_node):
             return
-        if graph_task_id() == -1 and sum(map(len, self._threads.values())) > _MAX_NODES:
+        if graph_task_id() == -1 and sum(map(len, self.threads.values())) > _MAX_NODES:
             self.clear()
         call = CallNode(None, func, phase, scope, [], [], [], 0, source=source_of(scope))
         call.op_base, call.is_in_place = plan.base, bool(plan.writes)
@@ -94,10 +94,10 @@ class BackwardMap:
 
     def note_unseen(self) -> None:
         """Mark the last node of this thread as made by no op, if it has no call."""
-        self._threads[get_ident()].setdefault(next_sequence_number() - 1, [_UNSEEN])
+        self.threads[get_ident()].setdefault(next_sequence_number() - 1, [_UNSEEN])
 
     def is_unclaimed(self) -> bool:
-        nodes = self._threads.get(get_ident())
+        nodes = self.threads.get(get_ident())
         return nodes is None or next_sequence_number() - 1 not in nodes
 
     def scope(self) -> OpScope:
@@ -117,7 +117,7 @@ class BackwardMap:
         if (top_hooks(True) is not None or name == _REENTRANT) and (region := repeated_region()) is not None:
             return scope_in(self._caller_of(region), recomputed=True)
         if name == _ACCUMULATE:
-            found = _of_accumulation(self._parameter_names.get(id(node.variable)))
+            found = of_accumulation(self._parameter_names.get(id(node.variable)))
         else:
             found = self._of_node(node, name)
         return found if entry is not EngineEntry.HOOK else scope_in(found.module, recomputed=False)
@@ -150,8 +150,8 @@ class BackwardMap:
     def _of_node(self, node: Any, name: str) -> OpScope:
         """Return the scope of the forward op that made a node; all threads that know one must agree."""
         number = sequence_number(node)
-        if len(self._threads) == 1:
-            (nodes,) = self._threads.values()
+        if len(self.threads) == 1:
+            (nodes,) = self.threads.values()
             if (
                 (calls := nodes.get(number)) is not None
                 and (scopes := calls[0].scopes) is not None
@@ -159,7 +159,7 @@ class BackwardMap:
             ):
                 return known
         code = forward_code(node)
-        every = (_find_in(nodes, number, name, code) for nodes in self._threads.values())
+        every = (_find_in(nodes, number, name, code) for nodes in self.threads.values())
         found = [scope for scope in every if scope is not UNKNOWN]
         return found[0] if len({scope.module for scope in found}) == 1 else UNKNOWN
 
@@ -171,7 +171,7 @@ def scope_in(module: str, *, recomputed: bool = False, source: tuple[str, ...] |
 
 
 @lru_cache(maxsize=100_000)
-def _of_accumulation(name: str | None) -> OpScope:
+def of_accumulation(name: str | None) -> OpScope:
     module = UNKNOWN_MODULE if name is None else name.rpartition(".")[0]
     return OpScope(module=module, source=(), name=name)
 

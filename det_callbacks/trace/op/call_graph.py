@@ -139,6 +139,7 @@ class CallNode:
     running_modules: tuple[str, ...] = ()
     scopes: dict[object, OpScope] | None = None
     likely: "CallNode | None" = None  # the call that came next the last time; no earlier one is remembered
+    native: int = 0  # address of its copy in the native recorder, which compares calls with it
 
     @property
     def last_step(self) -> int:
@@ -217,7 +218,7 @@ class CallGraph:
         self._num_characters = 0
         self.text: dict[str, tuple[str, ...]] = {}  # see ``Program.text``; bounded by the code that calls ops
         self._sources: dict[tuple[str, ...], tuple[str, ...]] = {}  # shared by calls; bounded like ``text``
-        self.step_number = 0
+        self.step_number = self.num_forgets = 0  # steps begun, and how often all calls were forgotten
         self._limit = MAX_BYTES
         self._forget()
         self._start()
@@ -243,9 +244,8 @@ class CallGraph:
         return sum(call.num_bytes for call in calls) + _BYTES_OF_ROW * len(rows)
 
     def _forget(self) -> None:
-        self.num_nodes = 0
-        self.num_bytes = 0
-        self._num_labels = 0
+        self.num_forgets += 1
+        self.num_nodes = self.num_bytes = self._num_labels = 0
         # hash of op, place, reads and names -> calls, those that differ only in numbers together
         self._calls: dict[int, list[_OncePerStep[CallNode]]] = {}
         self._site_rows: dict[Site, SiteRow] = {}
@@ -348,7 +348,7 @@ class CallGraph:
         return self._advance(node)
 
     def _advance(self, node: CallNode) -> CallNode:
-        """Set the current call to a node; ``Recorder.op`` does the same in place."""
+        """Set the current call to a node; ``Recorder.op`` and the native recorder do the same in place."""
         node.previous = self.at
         node.shared.last_step = self.step_number
         self.labels += node.shared.labels

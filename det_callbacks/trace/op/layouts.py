@@ -60,6 +60,7 @@ class LayoutTable:
 
     def __init__(self) -> None:
         self.slots: dict[Any, LayoutSlot] = {}  # public because the recorder reads it once per tensor
+        self.num_forgets = 0  # how often all layouts were forgotten
         self._forget()
 
     def trim(self) -> None:
@@ -68,6 +69,7 @@ class LayoutTable:
             self._forget()
 
     def _forget(self) -> None:
+        self.num_forgets += 1
         self.slots.clear()
         self.order: list[LayoutSlot] = []
         self._digests: list[int] = []
@@ -81,6 +83,23 @@ class LayoutTable:
         name, detail = str(dtype).removeprefix("torch."), describe_parts(*parts)
         entry = TensorLayout(dtype=name, shape=tuple(shape), stride=tuple(stride), detail=detail)
         return self._add(key, entry, dtype)
+
+    def of_numbers(
+        self, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], parts: tuple[int, ...]
+    ) -> LayoutSlot:
+        """Return the slot of an ordinary tensor for the native recorder, which has ``Parts`` as one list of numbers.
+
+        Each part is an index, an offset, the number of strides, and the strides.
+        """
+        key: tuple[Any, ...] = (dtype, shape, stride)
+        found: list[tuple[int, int, tuple[int, ...]]] = []
+        while parts:
+            at, offset, num_strides, *rest = parts
+            found.append((at, offset, tuple(rest[:num_strides])))
+            parts = tuple(rest[num_strides:])
+        if found:
+            key = (*key, tuple(found))
+        return self.slots.get(key) or self.add_strided(key)
 
     def special(self, dtype: str, shape: tuple[int, ...] = (), detail: str = "") -> LayoutSlot:
         """Return the slot of a number, a sparse tensor or a shard: anything but a strided tensor."""

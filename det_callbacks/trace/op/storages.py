@@ -136,11 +136,26 @@ class StorageLedger:
     def write(self, tensor: Tensor, position: int) -> None:
         """Set the writer of a tensor, which may be any view: a site, ``UNKNOWN``, or a delivery."""
         storage = tensor.untyped_storage()
-        address, num_bytes = storage_address(storage), storage.nbytes()
-        known = self.writers.get(address)
-        if known is None:
+        address = storage_address(storage)
+        if address not in self.writers:
             self.pin(tensor)
-        region = region_of(tensor)
+        self._write(address, storage.nbytes(), region_of(tensor), position)
+
+    def write_part(
+        self,
+        address: int,
+        num_bytes: int,
+        offset: int,
+        itemsize: int,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        position: int,
+    ) -> None:
+        """Set the writer of a tensor of a pinned storage, for the native recorder."""
+        self._write(address, num_bytes, _region(offset, itemsize, shape, stride), position)
+
+    def _write(self, address: int, num_bytes: int, region: ByteRange, position: int) -> None:
+        known = self.writers.get(address)
         if position >= 0 and not region.holes and region.low == 0 and region.high >= num_bytes:
             self.writers[address] = position
         elif region.high > region.low:
@@ -203,9 +218,12 @@ class StorageLedger:
 def region_of(tensor: Tensor) -> ByteRange:
     if tensor.is_nested:
         return ByteRange(0, tensor.untyped_storage().nbytes())
-    low = int(tensor.storage_offset()) * tensor.itemsize
-    extent, holes = _extent(tensor.shape, tensor.stride())
-    return ByteRange(low, low + extent * tensor.itemsize, holes)
+    return _region(int(tensor.storage_offset()), tensor.itemsize, tensor.shape, tensor.stride())
+
+
+def _region(offset: int, itemsize: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> ByteRange:
+    extent, holes = _extent(shape, stride)
+    return ByteRange(offset * itemsize, (offset + extent) * itemsize, holes)
 
 
 @lru_cache(maxsize=4096)

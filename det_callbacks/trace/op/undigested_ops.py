@@ -1,6 +1,6 @@
 """Runs and notes ops whose outputs are not digested."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,7 @@ class UndigestedOps:
         self._step, self._places, self._plans = step, places, plans
         self._collectives, self._output_hooks = collectives, output_hooks
         self._copying: set[torch.device] = set()
+        self.teach_view: Callable[[OpPlan, Any], bool] | None = None  # teaches the native recorder
         self.fill: int | None = None  # fill allocated memory with this byte; None leaves it unchanged
 
     def begin(self) -> None:
@@ -45,6 +46,8 @@ class UndigestedOps:
             step.counts.num_views += 1
             if _is_grad_enabled() or self._places.backward.is_unclaimed():
                 self._touch(func, plan)
+            if self.teach_view is not None:
+                self.teach_view(plan, func)
             return plan.call(*args, **kwargs)
         if plan.kind is not OpKind.UNINITIALISED:
             step.deferred.flush()  # the op, or another stream, may write memory that the recorder does not see

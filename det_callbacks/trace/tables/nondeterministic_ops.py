@@ -60,7 +60,7 @@ class NondeterministicOps:
 
     def guard(self, plan: OpPlan, place: Callable[[], tuple[str, OpScope]]) -> Callable[..., Any]:
         """Return a function that calls an op, and calls it again if it raised as nondeterministic but is allowed."""
-        call, may_warn = plan.call, plan.base in self._suspects
+        call, may_warn = plan.call, self.may_alert(plan)
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
             mode = algorithms_in_force() if may_warn else None
@@ -80,6 +80,10 @@ class NondeterministicOps:
                     set_deterministic(True, warn_only=mode == "warn")
 
         return guarded
+
+    def may_alert(self, plan: OpPlan) -> bool:
+        """Return whether torch says of an op that it has no deterministic implementation."""
+        return plan.base in self._suspects
 
     @cached_property
     def _suspects(self) -> frozenset[str]:

@@ -25,6 +25,18 @@ class Plans:
         self.known = self.of_native
         self._place = place
 
+    def runs_kernel(self, func: Any) -> bool:
+        """Return whether a call of an op does nothing but run torch's own kernel."""
+        plan = make_plan(func)
+        return (
+            self.known is self.of_native
+            and type(func) is OpOverload
+            and func.namespace == "aten"
+            and plan.call is kernel_of(func)
+            and self.around is None
+            and (self.nondeterministic_ops is None or not self.nondeterministic_ops.may_alert(plan))
+        )
+
     def of(self, func: Any) -> OpPlan:
         if (known := self.known.get(id(func))) is not None:
             return known

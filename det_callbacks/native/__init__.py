@@ -1,0 +1,1 @@
+"""The native recorder's C++ sources, and how they become a library."""
