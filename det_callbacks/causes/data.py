@@ -130,7 +130,7 @@ def another_epoch(graph: Graph, walk: Walk) -> Explanation | None:
     if walk.root.change is not None:
         return None
     todo = "Compare limit_train_batches, overfit_batches, drop_last and the length of the data set"
-    advice = f"Only one run ended an epoch before this step. {because(graph, todo)}"
+    advice = f"Only one run ended an epoch before this step. {advise_on_batch(graph, todo)}"
     return Explanation(cause="data_order", advice=advice)
 
 
@@ -177,7 +177,7 @@ def batch(graph: Graph, walk: Walk) -> Explanation:
         samples that the data set lists.
     """
     if any(setting == "batch_size" for _, setting in graph.loader_settings):
-        return Explanation(cause="settings", advice=because(graph, "Use the reference's batch size"))
+        return Explanation(cause="settings", advice=advise_on_batch(graph, "Use the reference's batch size"))
     is_other_content = _data_change(graph) in _OTHER_CONTENT
     return Explanation(cause="data_content" if is_other_content else "data_order", advice=_advise(graph))
 
@@ -202,7 +202,7 @@ def _advise(graph: Graph) -> str:
         return f"It holds the samples of step {batch.found_at} of the reference{_place_in_data(batch)}"
     if graph.is_resumed and how == "drawn" and batch.has_loader:
         of_stream = ". The state of a stream may lack what waits in its shuffle buffer" * (batch.indices is None)
-        return because(graph, f"Restore the position in the data. {_SHUFFLE}{of_stream}")
+        return advise_on_batch(graph, f"Restore the position in the data. {_SHUFFLE}{of_stream}")
     is_unrecorded = how == "drawn" or (how == "other" and not batch.num_same)
     if is_unrecorded and not (batch.has_loader or changes):
         return _UNRECORDED
@@ -214,11 +214,11 @@ def _advise(graph: Graph) -> str:
     # the first batch was loaded before the first step
     if how in ("made otherwise", "other") and idle and batch.has_loader:
         may = f"the states of {listed(idle)} differed when the fit started, so seed them if the samples use them"
-        return f"{because(graph, _TODO[how])}; {may}"
+        return f"{advise_on_batch(graph, _TODO[how])}; {may}"
     is_other_shuffle = how == "drawn" and batch.indices == "other" and not graph.loader_settings
     change = next(iter(changes), None)
     if change is None or not is_other_shuffle:
-        return because(graph, _TODO[how])
+        return advise_on_batch(graph, _TODO[how])
     why = capitalised(show_change(change, graph.evidence))
     return f"{why}. Give the shuffle the same seed, and draw the same numbers before it"
 
@@ -252,7 +252,7 @@ def batch_lines(graph: Graph) -> list[str]:
     return [*(f"batch: {one}" for one in known), *(f"loader: {one}" for one in _of_loader(graph))]
 
 
-def because(graph: Graph, todo: str) -> str:
+def advise_on_batch(graph: Graph, todo: str) -> str:
     """Return the settings of the loader that differ, or the first fact on the batch, and then what to do."""
     of_batch = _of_batch(graph) if graph.has_other_data else []
     reasons = _of_loader(graph) or [capitalised(one) for one in of_batch[:1]]

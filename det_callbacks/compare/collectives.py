@@ -74,7 +74,7 @@ class FirstDifference:
         """Segment and step."""
         return self.order[:2]
 
-    def among(self, ranks: Classification | None) -> Divergence:
+    def with_origin_from(self, ranks: Classification | None) -> Divergence:
         """Return the divergence with its origin, as known from all ranks together."""
         if ranks is None:
             return self.first

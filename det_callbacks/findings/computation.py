@@ -6,7 +6,7 @@ from math import prod
 import numpy as np
 
 from det_callbacks.digest.host import digest_bytes
-from det_callbacks.findings.facts import MIN_BATCHES, MIN_STEPS, FitFacts, is_loss
+from det_callbacks.findings.facts import MIN_BATCHES, MIN_STEPS, FitSummary, is_loss
 from det_callbacks.findings.queries import ancestors, before_casts, held_name, outputs_of, place
 from det_callbacks.findings.rule import Found, found_in, from_to, of_one_process, span
 from det_callbacks.runs.program import UNWRITTEN, Layout, Program, Site, TensorLayout, describe_tensor, reads_expanded
@@ -17,7 +17,7 @@ _COARSE = ("float16", "bfloat16")  # in which a loss often repeats a value
 
 
 @of_one_process("state")
-def constant_loss(fit: FitFacts) -> Found | None:
+def constant_loss(fit: FitSummary) -> Found | None:
     """The loss has the same bits in all steps, while the batches differ.
 
     Example:
@@ -52,7 +52,7 @@ _SHAPE_ONLY = ("_like.", ".new_", "aten.zero", "aten.fill", "aten.ones")  # in n
 
 
 @of_one_process("op")
-def constant_output(fit: FitFacts) -> Found | None:
+def constant_output(fit: FitSummary) -> Found | None:
     """A module returns only zeros, or only ones, in all steps, although its inputs change.
 
     Example:
@@ -116,7 +116,7 @@ def _is_zeros_or_ones(entry: TensorLayout | None, digest: int) -> bool:
 
 
 @of_one_process("op")
-def uninitialised_read(fit: FitFacts) -> Found | None:
+def uninitialised_read(fit: FitSummary) -> Found | None:
     """An op reads a torch.empty tensor that the step's ops only partly wrote.
 
     Example:
@@ -164,7 +164,7 @@ _SIGMOIDS = "aten.sigmoid."
 
 
 @of_one_process("op")
-def softmax_twice(fit: FitFacts) -> Found | None:
+def softmax_twice(fit: FitSummary) -> Found | None:
     """A loss that applies softmax or sigmoid to its input gets probabilities, to which it was already applied.
 
     Example:
@@ -219,7 +219,7 @@ _LOSSES = ("aten.mse_loss.", "aten.smooth_l1_loss.", "aten.huber_loss.", "aten.s
 
 
 @of_one_process("op")
-def broadcast_loss(fit: FitFacts) -> Found | None:
+def broadcast_loss(fit: FitSummary) -> Found | None:
     """A loss compares each prediction with each target, because predictions of shape [B, 1] meet targets of shape [B].
 
     Example:
@@ -290,7 +290,7 @@ _MIXED = ("bf16-mixed", "16-mixed")
 
 
 @of_one_process("op")
-def unused_precision(fit: FitFacts) -> Found | None:
+def unused_precision(fit: FitSummary) -> Found | None:
     """The Trainer's mixed precision has no effect: all matrix products and convolutions are in float32.
 
     Example:

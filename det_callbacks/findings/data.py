@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from det_callbacks.findings.facts import MIN_BATCHES, MIN_STEPS, Drawn, FitFacts, Series
+from det_callbacks.findings.facts import MIN_BATCHES, MIN_STEPS, Drawn, FitSummary, Series
 from det_callbacks.findings.rule import Found, found_in, from_to, of_one_process, span
 from det_callbacks.runs.environment import FOLLOWED, OPTIMIZER
 from det_callbacks.runs.evidence import KIND_OF_SAMPLER, LOADER
@@ -16,7 +16,7 @@ _SHUFFLING = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler", "
 
 
 @of_one_process("state")
-def repeated_order(fit: FitFacts) -> Found | None:
+def repeated_order(fit: FitSummary) -> Found | None:
     """An epoch draws the previous epoch's indices in the same order, although the loader shuffles.
 
     Example:
@@ -43,7 +43,7 @@ def repeated_order(fit: FitFacts) -> Found | None:
     return None
 
 
-def _deciding_generator(fit: FitFacts, iterations: Sequence[Sequence[Drawn]]) -> str | None:
+def _deciding_generator(fit: FitSummary, iterations: Sequence[Sequence[Drawn]]) -> str | None:
     """Return the generator whose state at the start of each iteration decides the order, in two orders or more."""
     length = min(map(len, iterations), default=0)
     orders = [tuple(one.digest for one in drawn[:length]) for drawn in iterations]
@@ -62,7 +62,7 @@ def _is_shuffled(drawn: Sequence[Drawn]) -> bool:
     return len(set(indices)) >= MIN_SAMPLES and num_descents > 1  # one: samples from the start fill the last batch
 
 
-def _order_repeats(fit: FitFacts, loader: str, steps: Sequence[int], why: str) -> Found:
+def _order_repeats(fit: FitSummary, loader: str, steps: Sequence[int], why: str) -> Found:
     return found_in(
         fit,
         steps=steps,
@@ -78,7 +78,7 @@ MIN_ROUNDS = 4  # of as many steps as there are workers
 
 
 @of_one_process("state")
-def equal_workers(fit: FitFacts) -> Found | None:
+def equal_workers(fit: FitSummary) -> Found | None:
     """The workers of a loader return equal tensors: all of a batch, or a part of it, such as noise.
 
     Example:
@@ -108,7 +108,7 @@ def equal_workers(fit: FitFacts) -> Found | None:
     )
 
 
-def equal_rounds(fit: FitFacts) -> tuple[dict[str, list[int]], dict[str, np.ndarray]]:
+def equal_rounds(fit: FitSummary) -> tuple[dict[str, list[int]], dict[str, np.ndarray]]:
     """Return what is equal in each round of steps, one step a worker: its steps and its digests, by name."""
     loader = next(iter(fit.loaders), "")
     workers = fit.settings.get((loader, "num_workers"), "")
@@ -128,13 +128,13 @@ def equal_rounds(fit: FitFacts) -> tuple[dict[str, list[int]], dict[str, np.ndar
     return steps_of, rounds_of
 
 
-def _is_drawn_twice(fit: FitFacts, loader: str, steps: Sequence[int]) -> bool:
+def _is_drawn_twice(fit: FitSummary, loader: str, steps: Sequence[int]) -> bool:
     """Return whether the sampler drew the same indices for all of these steps, so that no worker repeats another."""
     drawn = {one.step: one.digest for iteration in fit.iterations(loader) for one in iteration}
     return None not in (indices := [drawn.get(step) for step in steps]) and len(set(indices)) == 1
 
 
-def _whole_epochs(fit: FitFacts) -> list[list[int]]:
+def _whole_epochs(fit: FitSummary) -> list[list[int]]:
     """Return the steps of each epoch from its first step up to the first gap."""
     found: list[list[int]] = []
     last_step, last_epoch = -1, -1
@@ -171,7 +171,7 @@ MIN_SHARE = 1 / 3  # of steps that repeat the previous step's batch, if at most 
 
 
 @of_one_process("state")
-def repeated_batch(fit: FitFacts) -> Found | None:
+def repeated_batch(fit: FitSummary) -> Found | None:
     """Consecutive steps of an epoch get the same batch; in a followed script, also steps of several epochs.
 
     Example:
@@ -219,7 +219,7 @@ def repeated_batch(fit: FitFacts) -> Found | None:
     )
 
 
-def _names_in_batch(fit: FitFacts) -> list[str]:
+def _names_in_batch(fit: FitSummary) -> list[str]:
     """Return the names in a batch; none if it has no tensor of several samples."""
     sites = [site for program, _ in fit.programs for site in program.sites if site.phase == "data"]
     if not any(site.role == "samples" for site in sites):
@@ -227,7 +227,7 @@ def _names_in_batch(fit: FitFacts) -> list[str]:
     return list(dict.fromkeys(site.name for site in sites if site.name is not None))
 
 
-def _has_more_data(fit: FitFacts) -> bool:
+def _has_more_data(fit: FitSummary) -> bool:
     """Return whether a loader certainly has more than the one batch of the training."""
     for loader in fit.loaders:
         length = fit.settings.get((loader, "length of the data set"), "")

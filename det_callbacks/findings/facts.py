@@ -86,7 +86,7 @@ class OptimizedParameters:
     with_large_gradient: list[str]  # parameters whose gradient exceeded rounding in one of the first updates
 
 
-class FitFacts:
+class FitSummary:
     """One fit of one process, read on demand."""
 
     def __init__(self, run: Run, rank: int, segment: int, paths: list[Path], *, share: int) -> None:
@@ -282,7 +282,7 @@ class FitFacts:
         return all(len(values) < 2 for values in sketches.values())
 
 
-def fits_of(run: Run) -> list[list[FitFacts]]:
+def fits_of(run: Run) -> list[list[FitSummary]]:
     """Return the first fits of a run, each with the examined processes; an error if their evidence is missing."""
     paths: dict[tuple[int, int], list[Path]] = {}
     for rank in run.ranks[:MAX_RANKS]:
@@ -292,9 +292,9 @@ def fits_of(run: Run) -> list[list[FitFacts]]:
                 if _has_evidence(run, file) and not path.is_file():
                     raise damaged(path, "it is missing, although the steps of its fit are complete")
                 paths.setdefault((file.segment, rank), []).append(path)
-    fits: dict[int, list[FitFacts]] = {}
+    fits: dict[int, list[FitSummary]] = {}
     for (segment, rank), known in sorted(paths.items()):
-        fits.setdefault(segment, []).append(FitFacts(run, rank, segment, known, share=len(paths)))
+        fits.setdefault(segment, []).append(FitSummary(run, rank, segment, known, share=len(paths)))
     return [*fits.values()]
 
 

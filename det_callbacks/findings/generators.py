@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from det_callbacks.compare.differences import recomputed_otherwise
-from det_callbacks.findings.facts import FitFacts
+from det_callbacks.findings.facts import FitSummary
 from det_callbacks.findings.queries import place
 from det_callbacks.findings.rule import Found, found_in, from_to, of_one_process
 from det_callbacks.runs.evidence import BATCH_START
@@ -15,7 +15,7 @@ MIN_EQUAL = 3  # steps whose draws are all equal
 
 
 @of_one_process("state")
-def reseeded(fit: FitFacts) -> Found | None:
+def reseeded(fit: FitSummary) -> Found | None:
     """A generator returns to the state of an earlier step, because something seeds it inside the loop.
 
     Example:
@@ -43,7 +43,7 @@ def reseeded(fit: FitFacts) -> Found | None:
     return None
 
 
-def _drawn_states(fit: FitFacts) -> dict[str, dict[int, tuple[int, int, int, int]]]:
+def _drawn_states(fit: FitSummary) -> dict[str, dict[int, tuple[int, int, int, int]]]:
     """Return four states of each step that draws: at its begin, of its first and last draw, at its end.
 
     An op that may draw reads the state; it drew if the next reading of the step differs. Attention without
@@ -76,7 +76,7 @@ def _most_frequent(states: Mapping[int, int]) -> list[int]:
     return max(by_state.values(), key=len)
 
 
-def _returned(fit: FitFacts, name: str, first: int, again: int) -> Found:
+def _returned(fit: FitSummary, name: str, first: int, again: int) -> Found:
     return found_in(
         fit,
         steps=(first, again),
@@ -92,7 +92,7 @@ MAX_RECOMPUTED = 8  # steps of a program whose recomputations are compared: the 
 
 
 @of_one_process("op")
-def recomputation_differs(fit: FitFacts) -> Found | None:
+def recomputation_differs(fit: FitSummary) -> Found | None:
     """An op that activation checkpointing ran again gave other bits than in its forward pass.
 
     Example:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from det_callbacks.findings.facts import MIN_STEPS, FitFacts
+from det_callbacks.findings.facts import MIN_STEPS, FitSummary
 from det_callbacks.findings.queries import ancestors, forward_readers, line_with, outputs_of
 from det_callbacks.findings.rule import Found, found_in, from_to, of_one_process
 from det_callbacks.runs.environment import FOLLOWED
@@ -15,7 +15,7 @@ MIN_UPDATES = 20  # by then a rare branch, such as an expert, has a gradient, an
 
 
 @of_one_process("state")
-def not_in_optimizer(fit: FitFacts) -> Found | None:
+def not_in_optimizer(fit: FitSummary) -> Found | None:
     """A parameter gets gradients, no optimizer has it, and it never changes.
 
     Example:
@@ -45,7 +45,7 @@ def not_in_optimizer(fit: FitFacts) -> Found | None:
 
 
 @of_one_process("state")
-def no_gradient(fit: FitFacts) -> Found | None:
+def no_gradient(fit: FitSummary) -> Found | None:
     """A trainable parameter never gets a gradient, although its optimizer updates others.
 
     Example:
@@ -77,7 +77,7 @@ def no_gradient(fit: FitFacts) -> Found | None:
     return None
 
 
-def _described(fit: FitFacts, names: Sequence[str]) -> str:
+def _described(fit: FitSummary, names: Sequence[str]) -> str:
     """Return a list of parameters; those that no module has get their names when the script is followed."""
     program, records = fit.programs[0]
     of_state = {site.name: at for at, site in enumerate(program.sites) if site.phase == "state"}
@@ -88,7 +88,7 @@ def _described(fit: FitFacts, names: Sequence[str]) -> str:
     return listed([text.get(name, name) for name in names])
 
 
-def _readers_by_step(fit: FitFacts) -> dict[str, dict[int, list[Site]]]:
+def _readers_by_step(fit: FitSummary) -> dict[str, dict[int, list[Site]]]:
     """Return the forward ops that read each named tensor, by name and step."""
     found: dict[str, dict[int, list[Site]]] = {}
     for program, records in fit.programs:
@@ -97,7 +97,7 @@ def _readers_by_step(fit: FitFacts) -> dict[str, dict[int, list[Site]]]:
     return found
 
 
-def _cut_by_checkpoint(fit: FitFacts, readers: Sequence[Mapping[int, list[Site]]]) -> str:
+def _cut_by_checkpoint(fit: FitSummary, readers: Sequence[Mapping[int, list[Site]]]) -> str:
     """Return what to do if all parameters are read in a checkpointed region that is never run again; else ""."""
     again = {site.module for program, _ in fit.programs for site in program.sites if site.recomputed}
     lines = list[str]()
@@ -117,7 +117,7 @@ def _cut_by_checkpoint(fit: FitFacts, readers: Sequence[Mapping[int, list[Site]]
 
 
 @of_one_process("op")
-def uncleared_gradient(fit: FitFacts) -> Found | None:
+def uncleared_gradient(fit: FitSummary) -> Found | None:
     """The backward pass adds to a gradient that the previous update used and nothing cleared.
 
     Example:
@@ -177,7 +177,7 @@ _CLEARS = ("aten.zero_.", "aten._foreach_zero_.")
 
 
 @of_one_process("state")
-def nothing_updated(fit: FitFacts) -> Found | None:
+def nothing_updated(fit: FitSummary) -> Found | None:
     """No parameter changes in 20 updates, or from a step on, although backward passes run; the recording shows why.
 
     Example:
@@ -227,7 +227,7 @@ def nothing_updated(fit: FitFacts) -> Found | None:
     )
 
 
-def _is_cleared(fit: FitFacts, since: int) -> bool:
+def _is_cleared(fit: FitSummary, since: int) -> bool:
     """Return whether all updates from a step on used gradients that an op set to zero after the backward pass."""
     is_cleared = list[bool]()
     for program, records in fit.programs:
@@ -241,7 +241,7 @@ def _is_cleared(fit: FitFacts, since: int) -> bool:
 
 
 @of_one_process("state")
-def frozen_parameter(fit: FitFacts) -> Found | None:
+def frozen_parameter(fit: FitSummary) -> Found | None:
     """A parameter never changes, although its gradients change and exceed rounding error.
 
     Example:
@@ -278,7 +278,7 @@ _CLAMPS = ("aten.clamp", "aten._foreach_clamp", "aten.clip")
 
 
 @of_one_process("op")
-def clipped_before_unscale(fit: FitFacts) -> Found | None:
+def clipped_before_unscale(fit: FitSummary) -> Found | None:
     """Gradients are clipped while the scale of mixed precision is still in them, and unscaled afterwards.
 
     Example:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from det_callbacks.findings.facts import FitFacts
+from det_callbacks.findings.facts import FitSummary
 from det_callbacks.runs.program import Program, Site
 
 CASTS = ("aten._to_copy.default", "aten.clone.default")
@@ -58,7 +58,7 @@ def place(site: Site) -> str:
     return module + (f", at {site.source[0]}" if site.source else "")
 
 
-def line_with(fit: FitFacts, site: Site, word: str) -> str:
+def line_with(fit: FitSummary, site: Site, word: str) -> str:
     """Return the first line of a site's stack with this word, as "train.py:7 in forward"; "" if none has it."""
     for line in site.source:
         number = line.partition(" in ")[0].rpartition(":")[2]

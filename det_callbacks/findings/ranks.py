@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from det_callbacks.findings.facts import MIN_BATCHES, MIN_STEPS, FitFacts, Series
+from det_callbacks.findings.facts import MIN_BATCHES, MIN_STEPS, FitSummary, Series
 from det_callbacks.findings.queries import forward_readers, held_name
 from det_callbacks.findings.rule import Fits, Found, found_in, of_ranks, span
 from det_callbacks.runs.evidence import AFTER_FORWARD, BATCH_START
@@ -133,7 +133,7 @@ def _was_equal(series: Sequence[Series], first: int) -> bool:
     return len(set(known[0])) >= MIN_STEPS and all(one == known[0] for one in known)
 
 
-def _buffers_read(fit: FitFacts) -> dict[str, Series]:
+def _buffers_read(fit: FitSummary) -> dict[str, Series]:
     """Return the buffers as their own modules read them, which began with several values, by name.
 
     DDP reads them too, outside the modules, and then writes those of rank 0. State that begins as a constant, such as

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from det_callbacks.findings.facts import FitFacts
+from det_callbacks.findings.facts import FitSummary
 from det_callbacks.runs.selection import Level
 
-Fits: TypeAlias = Sequence[FitFacts]
+Fits: TypeAlias = Sequence[FitSummary]
 """The same fit of all processes."""
 
 
@@ -50,7 +50,7 @@ class Rule:
         return replace(found[0], ranks=tuple(rank for one in found for rank in one.ranks), names=tuple(names))
 
 
-def of_one_process(level: Level) -> Callable[[Callable[[FitFacts], Found | None]], Rule]:
+def of_one_process(level: Level) -> Callable[[Callable[[FitSummary], Found | None]], Rule]:
     return lambda look: Rule(look, level, is_of_ranks=False)
 
 
@@ -58,7 +58,7 @@ def of_ranks(level: Level) -> Callable[[Callable[[Fits], Found | None]], Rule]:
     return lambda look: Rule(look, level, is_of_ranks=True)
 
 
-def found_in(*fits: FitFacts, steps: Iterable[int], names: Iterable[str], explanation: str, advice: str) -> Found:
+def found_in(*fits: FitSummary, steps: Iterable[int], names: Iterable[str], explanation: str, advice: str) -> Found:
     ranks = tuple(fit.rank for fit in fits)
     first_and_last = ends(steps)
     return Found(ranks=ranks, steps=first_and_last, names=tuple(names), explanation=explanation, advice=advice)

@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from det_callbacks.findings.facts import MIN_STEPS, FitFacts, Series
+from det_callbacks.findings.facts import MIN_STEPS, FitSummary, Series
 from det_callbacks.findings.queries import CASTS, before_casts, forward_readers, held_name, outputs_of
 from det_callbacks.findings.rule import Found, found_in, from_to, of_one_process, span
 from det_callbacks.runs.program import Program
@@ -20,7 +20,7 @@ _AVERAGED = re.compile(r"(?i)(?:^|[._])ema(?:$|[._])")
 
 
 @of_one_process("state")
-def stale_state(fit: FitFacts) -> Found | None:
+def stale_state(fit: FitSummary) -> Found | None:
     """The statistics or vectors of a normalisation, or a copy of the weights, stop changing, although weights change.
 
     Example:
@@ -31,7 +31,7 @@ def stale_state(fit: FitFacts) -> Found | None:
     return _statistics(fit) or _copies(fit) or _teachers(fit)
 
 
-def _statistics(fit: FitFacts) -> Found | None:
+def _statistics(fit: FitSummary) -> Found | None:
     weights: dict[str, str] = {}  # statistics that no longer change -> a weight that does
     steps: set[int] = set()
     for name, series in fit.states.items():
@@ -57,7 +57,7 @@ def _statistics(fit: FitFacts) -> Found | None:
     )
 
 
-def _copies(fit: FitFacts) -> Found | None:
+def _copies(fit: FitSummary) -> Found | None:
     """Return averages that began as a copy of a trained weight and never change while it does."""
     initial = fit.initial_digests
     moving = {initial[name]: name for name in fit.gradients if _moves(fit.states.get(name))}
@@ -75,7 +75,7 @@ def _moves(series: Series | None) -> bool:
     return series is not None and not series.is_constant
 
 
-def _stale(fit: FitFacts, moving: dict[str, str], steps: set[int], advice: str) -> Found | None:
+def _stale(fit: FitSummary, moving: dict[str, str], steps: set[int], advice: str) -> Found | None:
     if not moving:
         return None
     return found_in(
@@ -87,7 +87,7 @@ def _stale(fit: FitFacts, moving: dict[str, str], steps: set[int], advice: str) 
     )
 
 
-def _teachers(fit: FitFacts) -> Found | None:
+def _teachers(fit: FitSummary) -> Found | None:
     """Return statistics that the forward pass reads and nothing moves, in a copy whose weights something else moves."""
     names, steps = dict[str, str](), set[int]()
     readers = [forward_readers(program).keys() for program, _ in fit.programs]
@@ -108,7 +108,7 @@ def _teachers(fit: FitFacts) -> Found | None:
 
 
 @of_one_process("state")
-def moving_statistics(fit: FitFacts) -> Found | None:
+def moving_statistics(fit: FitSummary) -> Found | None:
     """The statistics of a normalisation move in a part of the model of which no parameter is trained.
 
     Example:
@@ -136,7 +136,7 @@ def moving_statistics(fit: FitFacts) -> Found | None:
     )
 
 
-def _untrained_part(fit: FitFacts, name: str, trained: Collection[str]) -> str:
+def _untrained_part(fit: FitSummary, name: str, trained: Collection[str]) -> str:
     """Return the largest part of the model around a normalisation whose weights all stay; "" if only itself does."""
     path = name.split(".")[:-1]
     for length in range(1, len(path)):
@@ -149,7 +149,7 @@ def _untrained_part(fit: FitFacts, name: str, trained: Collection[str]) -> str:
 
 
 @of_one_process("op")
-def stale_copy(fit: FitFacts) -> Found | None:
+def stale_copy(fit: FitSummary) -> Found | None:
     """Updates change a parameter, but the forward pass reads a copy of it from an earlier step instead.
 
     Example:
@@ -192,7 +192,7 @@ def stale_copy(fit: FitFacts) -> Found | None:
     )
 
 
-def _copies_made(fit: FitFacts) -> dict[str, dict[int, int]]:
+def _copies_made(fit: FitSummary) -> dict[str, dict[int, int]]:
     """Return the digests of trained parameters when the fit begins, and of casts of them: name -> digest -> step."""
     made = {name: {fit.initial_digests[name]: -1} for name in fit.gradients if name in fit.initial_digests}
     for program, records in fit.programs:

@@ -25,7 +25,7 @@ from det_callbacks.trace.attribution.places import Places
 from det_callbacks.trace.dispatch import TAKE_APART
 from det_callbacks.trace.op.components import PLAIN, holds_data
 from det_callbacks.trace.op.same_bits import is_special
-from det_callbacks.trace.op.storages import StorageLedger
+from det_callbacks.trace.op.storages import StorageWriters
 from det_callbacks.trace.tables.overloads import (
     OpKind,
     OpPlan,
@@ -172,7 +172,7 @@ class Whole(Aligned):
         super().__init__(rows, alignment)
         self._sizes = sizes
         self.rows: list[Row] = []
-        self._ledger = StorageLedger()  # whose positions are rows
+        self._ledger = StorageWriters()  # whose positions are rows
         self._steps: dict[int, tuple[int, int]] = {}  # storage -> elements from sample to sample, offset of the first
         self._calls: Counter[Any] = Counter()
 

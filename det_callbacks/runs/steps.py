@@ -72,7 +72,7 @@ class Expectation:
             self._all = frozenset(self.digests)
         return digest not in self._all
 
-    def takes_check(self, digests: Sequence[int]) -> bool:
+    def spend_check(self, digests: Sequence[int]) -> bool:
         """Use up a check for the differing outputs of a call; return whether there was one.
 
         An op whose digests the reference has elsewhere has probably only moved: half of the checks are for the others.

@@ -12,7 +12,7 @@ from det_callbacks.trace.op.call_graph import CallGraph, OpScope, StepCounts
 from det_callbacks.trace.op.components import PLAIN, has_parts, holds_data, is_hidden, parts_of, parts_with_memory
 from det_callbacks.trace.op.deferred_sites import DeferredSites
 from det_callbacks.trace.op.layouts import LayoutSlot, LayoutTable
-from det_callbacks.trace.op.storages import StorageLedger
+from det_callbacks.trace.op.storages import StorageWriters
 
 
 class Step:
@@ -26,7 +26,7 @@ class Step:
         self.lock = RLock()
         self.graph = CallGraph()
         self.layouts = LayoutTable()
-        self.ledger = StorageLedger()
+        self.ledger = StorageWriters()
         self.deferred = DeferredSites()
         self.counts = StepCounts()
         self.digests = array("Q")

@@ -19,7 +19,7 @@ from det_callbacks.internals.torch import BUFFERS, PARAMETERS, modules_in
 from det_callbacks.runs.evidence import KIND_OF_SAMPLER, LOADER
 from det_callbacks.settings.generators import Held
 from det_callbacks.trace.op.components import has_parts, holds_data
-from det_callbacks.trace.state.generators import GeneratorReader, Ledger
+from det_callbacks.trace.state.generators import GeneratorLog, GeneratorReader
 from det_callbacks.trace.state.leaves import attributes_of, flatten
 from det_callbacks.trace.state.walker import StateWalker
 from det_callbacks.training.draws import Draws
@@ -29,7 +29,7 @@ _FIT_START = "fit start"
 MAX_INDICES = 256  # recorded for a batch; a digest covers all
 
 
-class EvidenceLedger(Ledger, LoaderFollower):
+class EvidenceLog(GeneratorLog, LoaderFollower):
     """The ledger of one fit, with hooks, options, loaders and batches; costs 40 microseconds a step."""
 
     def __init__(self, training: Training, reader: GeneratorReader, *, is_resumed: bool) -> None:

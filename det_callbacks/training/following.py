@@ -28,7 +28,7 @@ from det_callbacks.training.training import Training
 from det_callbacks.training.verifying import Verifying
 from det_callbacks.verdict import Verdict
 
-_OWN_ROOMS = ("det_callbacks.training", "det_callbacks.integrations", "det_callbacks.checkpoint")
+_OWN_PACKAGES = ("det_callbacks.training", "det_callbacks.integrations", "det_callbacks.checkpoint")
 
 
 class FollowedRun(RunArguments):
@@ -191,7 +191,7 @@ class FollowedRun(RunArguments):
         note_fit(ended_by=exception)
         frames = walk_tb(exception.__traceback__) if isinstance(exception, DetCallbacksError) else ()
         packages = (str(frame.f_globals.get("__package__")) for frame, _ in frames)
-        if any(package.startswith(_OWN_ROOMS) for package in packages):
+        if any(package.startswith(_OWN_PACKAGES) for package in packages):
             exception.__traceback__ = exception.__cause__ = None
         was_open = self._is_open
         self._close_fit()

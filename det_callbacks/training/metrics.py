@@ -6,7 +6,7 @@ from torch.distributed.tensor import DTensor
 from det_callbacks.digest.components import digest_tensor
 from det_callbacks.digest.host import digest_bytes, format_digest
 from det_callbacks.runs.metrics import Metric, ReadRow
-from det_callbacks.trace.state.generators import GeneratorReader, Ledger
+from det_callbacks.trace.state.generators import GeneratorLog, GeneratorReader
 
 
 def metric_of(value: Tensor | float) -> Metric:
@@ -21,6 +21,6 @@ def metric_of(value: Tensor | float) -> Metric:
 
 
 def generator_states(reader: GeneratorReader) -> tuple[ReadRow, ...]:
-    ledger = Ledger(reader)
+    ledger = GeneratorLog(reader)
     ledger.mark("")
     return tuple(ReadRow("generator", row.of, format_digest(row.value)) for row in ledger.take(0))

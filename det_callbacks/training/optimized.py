@@ -13,7 +13,7 @@ from det_callbacks.internals.torch import PARAMETERS as HELD_PARAMETERS
 from det_callbacks.runs.evidence import EvidenceKind
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.trace.op.components import PLAIN
-from det_callbacks.trace.state.generators import Ledger
+from det_callbacks.trace.state.generators import GeneratorLog
 from det_callbacks.trace.state.optimizers import parameters_of
 from det_callbacks.trace.state.walker import StateWalker
 
@@ -29,7 +29,7 @@ class ParameterNotes:
     gradient yet. It measures gradients, each a pass over them, only if the first updates leave a parameter as it was.
     """
 
-    def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer], ledger: Ledger) -> None:
+    def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer], ledger: GeneratorLog) -> None:
         self._module, self._optimizers, self._ledger = module, optimizers, ledger
         self._noted: dict[tuple[EvidenceKind, str], list[str]] = {}
         self._epoch: int | None = None

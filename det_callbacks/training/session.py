@@ -33,7 +33,7 @@ from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.trace.state.generators import GeneratorReader
 from det_callbacks.trace.tables.nondeterministic_ops import NondeterministicOps
 from det_callbacks.training.arguments import RunArguments
-from det_callbacks.training.evidence import EvidenceLedger
+from det_callbacks.training.evidence import EvidenceLog
 from det_callbacks.training.optimized import ParameterNotes
 from det_callbacks.training.training import Training
 from det_callbacks.verdict import Verdict
@@ -231,7 +231,7 @@ class TracedSession(Session):
         self._ops, self._training = ops, training
         # the first step after a resume is recorded like any later step
         self._is_first = not self.is_resumed
-        self._evidence = EvidenceLedger(training, self.reader, is_resumed=self.is_resumed)
+        self._evidence = EvidenceLog(training, self.reader, is_resumed=self.is_resumed)
         self._hash_mode = HashMode.for_training(training.module, selection, base_phase=training.base_phase)
         recorder = self._hash_mode.recorder
         recorder.generators.reader = self.reader

@@ -398,7 +398,7 @@ class _Judge:
             return self._answer_metric(leader, agree if not whole else "")
         if isinstance(leader, WholeSteps):
             return _Answer(leader.divergence(), "structure", capitalised(shown_whole) + agree, SAME_LENGTH)
-        shown = leader.among(ranks)
+        shown = leader.with_origin_from(ranks)
         if ranks is not None and ranks.is_collective:
             return _Answer(shown, "collective", f"Step {shown.step}, {shown.phase}: {explain_ranks(ranks)}")
         if ranks is not None and ranks.ranks("origin"):

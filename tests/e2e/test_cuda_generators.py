@@ -12,7 +12,7 @@ from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import BitwiseEquivalenceMode, DeterminismCallback, DivergenceError
 from det_callbacks.settings.generators import GeneratorStates, RewindPoint, used_generators
-from det_callbacks.trace.state.generators import Ledger
+from det_callbacks.trace.state.generators import GeneratorLog
 
 pytestmark = [
     pytest.mark.gpu,
@@ -74,7 +74,7 @@ def test_nothing_waits_for_the_device_and_none_is_touched(device):
     torch.cuda.set_sync_debug_mode("error")
     try:
         assert {generator.get_state().numel() for _, generator in used_generators()} == {16}
-        Ledger().mark("fit start", with_seeds=True)
+        GeneratorLog().mark("fit start", with_seeds=True)
         kept, states = RewindPoint(), GeneratorStates.capture()
         first = torch.rand(4, device=device)
         kept.put_back()
@@ -90,7 +90,7 @@ def test_nothing_waits_for_the_device_and_none_is_touched(device):
 
 
 def test_a_capture_is_left_alone(device):
-    inputs, graph, ledger = torch.ones(8, device=device), torch.cuda.CUDAGraph(), Ledger()
+    inputs, graph, ledger = torch.ones(8, device=device), torch.cuda.CUDAGraph(), GeneratorLog()
     with torch.cuda.graph(graph):
         ledger.mark("batch start", with_seeds=True)
         states = GeneratorStates.capture()

@@ -20,7 +20,7 @@ from det_callbacks.runs.selection import Selection
 from det_callbacks.trace.compiled import graphs as compiled_graphs
 from det_callbacks.trace.compiled.replaced import REPLACED
 from det_callbacks.trace.hash_mode import HashMode
-from det_callbacks.trace.op.storages import StorageLedger
+from det_callbacks.trace.op.storages import StorageWriters
 from det_callbacks.trace.recorder import Recorder
 
 pytestmark = COMPILING
@@ -81,7 +81,7 @@ def test_what_waits_is_digested_before_a_replay_writes_it():
 
 
 def test_what_a_collective_has_yet_to_bring_is_not_lost():
-    ledger = StorageLedger()
+    ledger = StorageWriters()
     tensor = torch.zeros(4)
     ledger.write(tensor, 3)
     ledger.deliver(tensor[:2], 0)

@@ -30,7 +30,7 @@ from det_callbacks.settings.generators import (
     used_generators,
 )
 from det_callbacks.trace.state import generators as traced
-from det_callbacks.trace.state.generators import GeneratorReader, Ledger, generator_of
+from det_callbacks.trace.state.generators import GeneratorLog, GeneratorReader, generator_of
 from det_callbacks.training.held_generators import MAX_ITEMS, find_generators
 
 
@@ -124,7 +124,7 @@ def stored(states: GeneratorStates) -> GeneratorStates:
 
 def test_a_process_that_has_not_used_cuda_is_asked_nothing(cuda):
     cuda.is_initialized = False
-    ledger = Ledger(GeneratorReader())
+    ledger = GeneratorLog(GeneratorReader())
     ledger.mark("fit start", with_seeds=True)
     with HashMode() as mode:
         pass
@@ -190,7 +190,7 @@ def test_what_an_op_draws_follows_from_the_state_of_its_own_device(cuda, monkeyp
 
 
 def test_seeds_are_noted_and_in_a_capture_nothing_is_read_nor_put_back(cuda):
-    ledger, unread = Ledger(GeneratorReader()), ["torch.cuda", "torch.cuda:3", "noise on cuda"]
+    ledger, unread = GeneratorLog(GeneratorReader()), ["torch.cuda", "torch.cuda:3", "noise on cuda"]
     ledger.mark("batch start", with_seeds=True)
     noted = {("generator", "torch.cpu")}
     noted |= {(kind, f"torch.cuda{index}") for kind in ("generator", "seed") for index in ("", ":3")}

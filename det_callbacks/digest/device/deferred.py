@@ -90,7 +90,7 @@ class DigestQueue:
             # a dict keeps their order
             self._wait_for(dict.fromkeys(stream for streams in self._readers.values() for stream in streams))
 
-    def unhold(self, storage: torch.UntypedStorage) -> None:
+    def skip_record_stream_for(self, storage: torch.UntypedStorage) -> None:
         """Do not report reads of a storage to the allocator until ``discard``."""
         self._unheld.add(storage_address(storage))
 
@@ -212,9 +212,9 @@ class DeferredDigests:
         for queue in self._used:
             queue.before_any_write()
 
-    def unhold(self, storage: torch.UntypedStorage) -> None:
+    def skip_record_stream_for(self, storage: torch.UntypedStorage) -> None:
         if (queue := self._queue_of(storage.device)) is not None:
-            queue.unhold(storage)
+            queue.skip_record_stream_for(storage)
 
     def flush(self) -> None:
         for queue in self._used:

@@ -148,7 +148,7 @@ class Region:
             # inductor reuses this memory only when nothing references it
             for _, value in values:
                 for part in parts_with_memory(value):
-                    step.deferred.unhold(part.untyped_storage())
+                    step.deferred.skip_record_stream_for(part.untyped_storage())
         digests, deferred = step.digests, step.deferred.bits
         values += [(name, value) for name, value, at in given if at in deferred or digest_output(value) != digests[at]]
         step.counts.num_digested += 1

@@ -72,7 +72,7 @@ class _OncePerStep(Generic[_Member]):
 
 
 @dataclass(slots=True, eq=False)
-class _Alike:
+class _RowGroup:
     """The rows of calls that have the same op, place and sites, but read different sites."""
 
     is_named: bool  # whether their rows have names, which distinguish the calls
@@ -147,7 +147,7 @@ class CallNode:
         return self.shared.last_step
 
     @property
-    def alike_key(self) -> Hashable:
+    def group_key(self) -> Hashable:
         """Op, place and rows: equal for calls that differ only in what they read."""
         return self.func, self.phase, self.scope, self.shared.rows
 
@@ -249,9 +249,9 @@ class CallGraph:
         # hash of op, place, reads and names -> calls, those that differ only in numbers together
         self._calls: dict[int, list[_OncePerStep[CallNode]]] = {}
         self._site_rows: dict[Site, SiteRow] = {}
-        self._alike: dict[Hashable, _Alike] = {}  # by op, place and rows
+        self._alike: dict[Hashable, _RowGroup] = {}  # by op, place and rows
         self._programs: OrderedDict[tuple[CallNode, ...], Program] = OrderedDict()
-        self._has_strayed = True  # whether a call since the last program was not the likely one
+        self._left_the_likely_path = True  # whether a call since the last program was not the likely one
         self._last: tuple[CallNode, Program] | None = None  # the last program and its last call
         self._root = CallNode(None, None, "", NOWHERE, [], [], [], 0)
 
@@ -344,7 +344,7 @@ class CallGraph:
         else:
             self.take_numbers(node, consts)
         self.at.likely = node
-        self._has_strayed = True
+        self._left_the_likely_path = True
         return self._advance(node)
 
     def _advance(self, node: CallNode) -> CallNode:
@@ -374,15 +374,15 @@ class CallGraph:
 
     def _shared_rows(self, node: CallNode) -> SharedRows:
         """Return the rows of a new node with labels: those of an equal call that the step has not used, or new ones."""
-        rows, key = node.shared.rows, node.alike_key
+        rows, key = node.shared.rows, node.group_key
         if not rows:
             return node.shared
         alike = self._alike.get(key)
         if alike is None:
-            alike = self._alike[key] = _Alike(is_named=any(row.site.name for row in rows))
+            alike = self._alike[key] = _RowGroup(is_named=any(row.site.name for row in rows))
         read_labels = [label for label in node.read_labels if label is not None and label >= 0]
         likely = self.at.likely
-        if likely is not None and likely.shared.last_step != self.step_number and likely.alike_key == key:
+        if likely is not None and likely.shared.last_step != self.step_number and likely.group_key == key:
             shared: SharedRows | None = likely.shared
         else:
             shared = alike.unused(self.step_number, node.phase, read_labels)
@@ -444,12 +444,12 @@ class CallGraph:
 
         If a recent step had the same calls, this is its program, with its counts of ops.
         """
-        if not self._has_strayed and self._last is not None and self._last[0] is self.at:
+        if not self._left_the_likely_path and self._last is not None and self._last[0] is self.at:
             return self._last[1]
         path = tuple(self.calls())
         program = self._programs.pop(path, None) or self._make_program(path, counts)
         self._programs[path] = program
-        self._has_strayed, self._last = False, (self.at, program)
+        self._left_the_likely_path, self._last = False, (self.at, program)
         num_rows = sum(map(len, self._programs.values()))
         while num_rows > MAX_PROGRAM_ROWS and len(self._programs) > 1:
             _, earlier = self._programs.popitem(last=False)

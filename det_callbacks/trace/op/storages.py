@@ -114,7 +114,7 @@ class PartialWrites:
         ]
 
 
-class StorageLedger:
+class StorageWriters:
     """Maps a storage's address to the site that wrote all of it (the common case), or to ``PartialWrites``.
 
     An address is absent if no recorded site of this step wrote it. ``writers`` and ``pins`` (the addresses pinned) are

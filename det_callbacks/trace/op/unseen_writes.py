@@ -80,7 +80,7 @@ class UnseenWriteCheck:
         differing = [digests[at] for at in positions if at not in deferred and expected.differs(at, digests[at])]
         if differing and any(expected.is_new(digests[at]) for at in reads if at not in deferred):
             return
-        if differing and expected.takes_check(differing):
+        if differing and expected.spend_check(differing):
             expected.looked_at.update(positions)
             if was_changed or any(map(self._is_changed, _ordinary(tensors()))):
                 expected.unseen_writes.update(positions)
@@ -102,7 +102,7 @@ class UnseenWriteCheck:
         is_new = np.fromiter(map(expected.is_new, digests), dtype=bool, count=len(digests))
         readers, read_sites = program.edges
         fed = frozenset(readers[is_new[read_sites]].tolist())
-        checked = [at for at in differing if at not in fed and expected.takes_check([digests[at]])]
+        checked = [at for at in differing if at not in fed and expected.spend_check([digests[at]])]
         expected.looked_at.update(checked)
         step, read = self._step, {at: program.read_by(at) for at in checked}
         wanted = {writer for writers in read.values() for writer in writers}

@@ -128,7 +128,7 @@ def generator_of(args: tuple[Any, ...], kwargs: dict[str, Any], homes: Homes) ->
     return name_of(kind, index, homes), generator
 
 
-class Ledger:
+class GeneratorLog:
     """Collects the states of all generators at each point of a step, as evidence; about 5 microseconds a point."""
 
     def __init__(self, reader: GeneratorReader) -> None:
