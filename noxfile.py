@@ -1,7 +1,9 @@
-"""The tests with each supported pair of torch and Lightning, and of Hugging Face, in environments of their own.
+"""The tests with each supported pair of torch and Lightning, and of Hugging Face,
+in environments of their own.
 
-All of them: ``make test-versions``. One: ``nox -s 'tests(oldest)'``. Hugging Face alone: ``nox -s hf``. It is not in
-the everyday environment: torchmetrics imports transformers where it is installed, which takes seconds at each start.
+All of them: ``make test-versions``. One: ``nox -s 'tests(oldest)'``. Hugging Face alone: ``nox -s
+hf``. It is not in the everyday environment: torchmetrics imports transformers where it is
+installed, which takes seconds at each start.
 """
 
 import re
@@ -15,7 +17,8 @@ nox.needs_version = ">=2024.3.2"  # the first that knows "uv|virtualenv"
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_venv = "yes"
 
-# What a version of torch or of Lightning bounds by itself; pip chooses these, and the rest stays at its pin.
+# What a version of torch or of Lightning bounds by itself; pip chooses these,
+# and the rest stays at its pin.
 BOUND_BY_A_PAIR = re.compile(
     r"(torch|lightning|pytorch-lightning|triton|setuptools|packaging|fsspec|nvidia-.*|cuda-.*)=="
 )
@@ -24,7 +27,9 @@ BOUND_BY_A_PAIR = re.compile(
 EXTRAS = ("cli", "pytest", "recipes")
 
 # The same of a version of transformers; 4.57 needs an older huggingface_hub and tokenizers.
-BOUND_BY_TRANSFORMERS = re.compile(r"(transformers|huggingface_hub|tokenizers|datasets|packaging)==")
+BOUND_BY_TRANSFORMERS = re.compile(
+    r"(transformers|huggingface_hub|tokenizers|datasets|packaging)=="
+)
 
 
 @nox.session
@@ -41,15 +46,30 @@ BOUND_BY_TRANSFORMERS = re.compile(r"(transformers|huggingface_hub|tokenizers|da
 def tests(session: nox.Session, torch: str, lightning: str) -> None:
     """Run the everyday tests; what follows ``--`` goes to pytest.
 
-    The oldest pair has the lowest version that ``pyproject.toml`` allows of every other dependency too.
+    The oldest pair has the lowest version that ``pyproject.toml`` allows of
+    every other dependency too.
     """
     pair = f"torch=={torch}", f"lightning=={lightning}", f"pytorch-lightning=={lightning}"
-    lowest = [] if torch != "2.11.0" else [one for one in lower_bounds() if not BOUND_BY_A_PAIR.match(one)]
-    bound = "|".join([BOUND_BY_A_PAIR.pattern, *(re.escape(one.partition("==")[0] + "==") for one in lowest)])
+    lowest = (
+        []
+        if torch != "2.11.0"
+        else [one for one in lower_bounds() if not BOUND_BY_A_PAIR.match(one)]
+    )
+    bound = "|".join(
+        [BOUND_BY_A_PAIR.pattern, *(re.escape(one.partition("==")[0] + "==") for one in lowest)]
+    )
     others = others_than(session, re.compile(bound, re.IGNORECASE))
     session.install("-c", others, *pair, *lowest, "-e", ".[test,recipes]")
     session.run(
-        "python", "-m", "pytest", "-n", "2", "--dist", "worksteal", *session.posargs, env={"OMP_NUM_THREADS": "1"}
+        "python",
+        "-m",
+        "pytest",
+        "-n",
+        "2",
+        "--dist",
+        "worksteal",
+        *session.posargs,
+        env={"OMP_NUM_THREADS": "1"},
     )
 
 
@@ -66,7 +86,9 @@ HF_TESTS = tuple(f"tests/e2e/test_{name}.py" for name in _HF_FILES)
     ],
 )
 def hf(session: nox.Session, packages: str) -> None:
-    """Run the tests of Hugging Face's Trainer and of Accelerate, the slow ones too; ``--`` is as above."""
+    """Run the tests of Hugging Face's Trainer and of Accelerate, the slow
+    ones too; ``--`` is as above.
+    """
     session.install(
         *("-c", others_than(session, BOUND_BY_TRANSFORMERS), *packages.split()),
         *("-e", ".[hf]", "jsonschema", "openmpi", "pytest", "pytest-timeout", "pytest-xdist"),

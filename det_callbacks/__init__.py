@@ -33,13 +33,26 @@ from det_callbacks.errors import (
 
 if TYPE_CHECKING:
     from det_callbacks.audit.equivalence import BitwiseEquivalenceMode
-    from det_callbacks.audit.result import AuditError, AuditFinding, AuditReport, EquivalenceError, OpMismatch
+    from det_callbacks.audit.result import (
+        AuditError,
+        AuditFinding,
+        AuditReport,
+        EquivalenceError,
+        OpMismatch,
+    )
     from det_callbacks.checkpoint.check import CheckpointReport, EntryDifference, check_checkpoint
-    from det_callbacks.digest.components import digest_tensor
-    from det_callbacks.digest.state import StateDigest, digest_state
-    from det_callbacks.integrations.lightning import DeterminismCallback, ReplicaAuditCallback, prove_resume
+    from det_callbacks.digest.components import StateDigest, digest_state, digest_tensor
+    from det_callbacks.integrations.lightning import (
+        DeterminismCallback,
+        ReplicaAuditCallback,
+        prove_resume,
+    )
     from det_callbacks.integrations.loop import TrainingRun
-    from det_callbacks.numerics.batch_report import BatchInvarianceError, BatchInvarianceReport, BatchOp
+    from det_callbacks.numerics.batch_report import (
+        BatchInvarianceError,
+        BatchInvarianceReport,
+        BatchOp,
+    )
     from det_callbacks.numerics.batches import check_batch_invariance
     from det_callbacks.numerics.modules import compare_compiled, compare_modules
     from det_callbacks.numerics.result import NumericsError, NumericsReport, TensorComparison
@@ -55,7 +68,14 @@ if TYPE_CHECKING:
     from det_callbacks.ranks.replicas import ReplicaDifference, ReplicaError, ReplicaReport
     from det_callbacks.settings import DeterminismSettings, enforce_determinism
     from det_callbacks.trace.hash_mode import HashMode
-    from det_callbacks.verdict import Counts, Coverage, Divergence, EnvironmentDifference, Finding, Verdict
+    from det_callbacks.verdict import (
+        Counts,
+        Coverage,
+        Divergence,
+        EnvironmentDifference,
+        Finding,
+        Verdict,
+    )
     from det_callbacks.verify.judge import compare_runs
 
 __all__ = [
@@ -132,15 +152,28 @@ __all__ = [
 ]
 
 _HOMES = {
-    "det_callbacks.audit.result": ("AuditError", "AuditFinding", "AuditReport", "EquivalenceError", "OpMismatch"),
-    "det_callbacks.integrations.lightning": ("DeterminismCallback", "ReplicaAuditCallback", "prove_resume"),
+    "det_callbacks.audit.result": (
+        "AuditError",
+        "AuditFinding",
+        "AuditReport",
+        "EquivalenceError",
+        "OpMismatch",
+    ),
+    "det_callbacks.integrations.lightning": (
+        "DeterminismCallback",
+        "ReplicaAuditCallback",
+        "prove_resume",
+    ),
     "det_callbacks.integrations.loop": ("TrainingRun",),
     "det_callbacks.checkpoint.check": ("CheckpointReport", "EntryDifference", "check_checkpoint"),
-    "det_callbacks.digest.components": ("digest_tensor",),
-    "det_callbacks.digest.state": ("StateDigest", "digest_state"),
+    "det_callbacks.digest.components": ("StateDigest", "digest_state", "digest_tensor"),
     "det_callbacks.audit.equivalence": ("BitwiseEquivalenceMode",),
     "det_callbacks.verify.judge": ("compare_runs",),
-    "det_callbacks.numerics.batch_report": ("BatchInvarianceError", "BatchInvarianceReport", "BatchOp"),
+    "det_callbacks.numerics.batch_report": (
+        "BatchInvarianceError",
+        "BatchInvarianceReport",
+        "BatchOp",
+    ),
     "det_callbacks.numerics.batches": ("check_batch_invariance",),
     "det_callbacks.numerics.modules": ("compare_compiled", "compare_modules"),
     "det_callbacks.numerics.result": ("NumericsError", "NumericsReport", "TensorComparison"),
@@ -156,7 +189,14 @@ _HOMES = {
     "det_callbacks.ranks.replicas": ("ReplicaDifference", "ReplicaError", "ReplicaReport"),
     "det_callbacks.settings": ("DeterminismSettings", "enforce_determinism"),
     "det_callbacks.trace.hash_mode": ("HashMode",),
-    "det_callbacks.verdict": ("Counts", "Coverage", "Divergence", "EnvironmentDifference", "Finding", "Verdict"),
+    "det_callbacks.verdict": (
+        "Counts",
+        "Coverage",
+        "Divergence",
+        "EnvironmentDifference",
+        "Finding",
+        "Verdict",
+    ),
 }
 """Public names that are loaded on first use: reading a run needs neither torch nor Lightning."""
 
@@ -171,8 +211,11 @@ def __getattr__(name: str) -> Any:
         if name in names:
             try:
                 value = globals()[name] = getattr(import_module(home), name)
-            except AttributeError as error:  # ``from det_callbacks import`` would report it as a missing name
-                raise ImportError(f"{home} cannot be imported: {error}. Ask: python -m det_callbacks doctor") from error
+            except AttributeError as error:
+                # ``from det_callbacks import`` would report it as a missing name
+                raise ImportError(
+                    f"{home} cannot be imported: {error}. Ask: python -m det_callbacks doctor"
+                ) from error
             return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

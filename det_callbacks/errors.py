@@ -1,7 +1,8 @@
 """The exceptions and warnings of det_callbacks.
 
-Each exception with the exit code of a program that ends with it: 1 is diverged or failed, 2 could not do it, 3 not
-comparable. An error that carries a report is defined next to the report, in the file after the code.
+Each exception with the exit code of a program that ends with it: 1 is diverged or failed, 2 could
+not do it, 3 not comparable. An error that carries a report is defined next to the report, in the
+file after the code.
 
     DetCallbacksError             2
       DivergenceError             1
@@ -44,12 +45,13 @@ if TYPE_CHECKING:  # the doctor starts without the imports of verdict.py
 class DetCallbacksError(Exception):
     """Root of the exceptions of det_callbacks.
 
-    Its first argument is the text for the user: what is wrong, what was still right, and what to do next. Further
-    arguments are its data, the attributes that ``_data`` names, so it survives pickling.
+    Its first argument is the text for the user: what is wrong, what was still right, and what to do
+    next. Further arguments are its data, the attributes that ``_data`` names,
+    so it survives pickling.
 
     Attributes:
-        exit_code: exit status of a program that ends with this error: 1 diverged or failed, 2 could not do it, 3 not
-            comparable.
+        exit_code: exit status of a program that ends with this error: 1 diverged or failed, 2 could
+            not do it, 3 not comparable.
 
     Examples:
         >>> try:
@@ -100,7 +102,10 @@ class NotComparableError(DivergenceError):
         >>> try:
         ...     train("refs/run1", lr=0.2)
         ... except NotComparableError as error:
-        ...     error.exit_code, [entry.name for entry in error.verdict.environment if entry.is_machine]
+        ...     (
+        ...         error.exit_code,
+        ...         [entry.name for entry in error.verdict.environment if entry.is_machine],
+        ...     )
         ... finally:
         ...     torch.set_num_threads(torch.get_num_threads() - 1)
         det_callbacks: not_comparable: ...
@@ -124,10 +129,13 @@ class RankError(DetCallbacksError):
 
 
 class NotResumableError(DetCallbacksError):
-    """A resumed run cannot be the run that saved the checkpoint; ``problems`` has a sentence for each reason.
+    """A resumed run cannot be the run that saved the checkpoint;
+    ``problems`` has a sentence for each reason.
 
     Examples:
-        >>> NotResumableError("The checkpoint was saved in a validation.", ("It was saved in a validation.",)).problems
+        >>> NotResumableError(
+        ...     "The checkpoint was saved in a validation.", ("It was saved in a validation.",)
+        ... ).problems
         ('It was saved in a validation.',)
     """
 
@@ -136,7 +144,8 @@ class NotResumableError(DetCallbacksError):
 
 
 class ModuleRunError(DetCallbacksError):
-    """One of two modules that are compared, ``side`` "base" or "control", raised its ``__cause__`` in ``iteration``.
+    """One of two modules that are compared, ``side`` "base" or "control",
+    raised its ``__cause__`` in ``iteration``.
 
     Examples:
         >>> try:
@@ -211,7 +220,8 @@ class RunInUseError(_PathError):
 
 
 class WriteError(_PathError):
-    """A file or folder cannot be written: the disk is full, it is read-only, or a file is in the way.
+    """A file or folder cannot be written: the disk is full, it is read-only,
+    or a file is in the way.
 
     Attributes:
         path: the file or folder.
@@ -242,14 +252,18 @@ class CheckError(DetCallbacksError):
 
 
 class CheckpointMismatchError(_PathError):
-    """A checkpoint does not match the digests next to it: ``entries`` ("section: name") differ, or only the bytes.
+    """A checkpoint does not match the digests next to it: ``entries`` ("section: name")
+    differ, or only the bytes.
 
     Attributes:
         path: the checkpoint.
-        entries: the entries that differ, as "section: name"; empty if only the bytes of the file differ.
+        entries: the entries that differ, as "section: name";
+            empty if only the bytes of the file differ.
 
     Examples:
-        >>> error = CheckpointMismatchError("last.ckpt is not what was saved.", "last.ckpt", ("epoch",))
+        >>> error = CheckpointMismatchError(
+        ...     "last.ckpt is not what was saved.", "last.ckpt", ("epoch",)
+        ... )
         >>> error.exit_code, error.entries
         (1, ('epoch',))
     """
@@ -281,8 +295,8 @@ class CheckpointNotFoundError(_PathError, FileNotFoundError):
 
     Examples:
         >>> check_checkpoint("none.ckpt")
-        Traceback (most recent call last):
-        det_callbacks.errors.CheckpointNotFoundError: There is no checkpoint none.ckpt on this disk, ...
+        Traceback (most recent call last): det_callbacks.errors.CheckpointNotFoundError: There is no
+        checkpoint none.ckpt on this disk, ...
     """
 
 
@@ -302,13 +316,14 @@ class SettingsError(DetCallbacksError):
 
     Examples:
         >>> enforce_determinism({"num_threads": 0})
-        Traceback (most recent call last):
-        det_callbacks.errors.SettingsError: num_threads=0 is not allowed; use an integer from 1 to 2147483647, ...
+        Traceback (most recent call last): det_callbacks.errors.SettingsError: num_threads=0 is not
+        allowed; use an integer from 1 to 2147483647, ...
     """
 
 
 class NondeterministicOpError(SettingsError, RuntimeError):
-    """``module`` called ``op``, which has no deterministic implementation and is not on the allow-list.
+    """``module`` called ``op``, which has no deterministic implementation and
+    is not on the allow-list.
 
     Examples:
         >>> def replace(x):
@@ -360,7 +375,8 @@ class TraceError(DetCallbacksError):
 
 
 class ReplayError(DetCallbacksError):
-    """Tensors cannot be saved (the budget, the disk), or saved bits cannot be restored to a live tensor.
+    """Tensors cannot be saved (the budget, the disk), or saved bits cannot be
+    restored to a live tensor.
 
     Examples:
         >>> train("refs/run3", mode="record", replay=["*addmm*"], tensor_budget_mib=1e-6)
@@ -373,7 +389,8 @@ class DetCallbacksWarning(UserWarning):
     """Root of the warnings of det_callbacks.
 
     Examples:
-        >>> warnings.simplefilter("error", DetCallbacksWarning)  # makes each warning of det_callbacks an error
+        >>> # makes each warning of det_callbacks an error
+        >>> warnings.simplefilter("error", DetCallbacksWarning)
     """
 
     def __str__(self) -> str:
@@ -384,7 +401,9 @@ class DivergenceWarning(DetCallbacksWarning):
     """The run diverged under ``on_divergence="warn"``.
 
     Examples:
-        >>> with warnings.catch_warnings(record=True, action="always", category=DivergenceWarning) as caught:
+        >>> with warnings.catch_warnings(
+        ...     record=True, action="always", category=DivergenceWarning
+        ... ) as caught:
         ...     verdict = train("refs/run1", lr=0.2, on_divergence="warn").verdict
         det_callbacks: diverged: ...
         >>> len(caught), verdict.verdict
@@ -393,13 +412,21 @@ class DivergenceWarning(DetCallbacksWarning):
 
 
 class NondeterministicOpWarning(DetCallbacksWarning):
-    """An op without a deterministic implementation was called under ``deterministic_algorithms="warn"``.
+    """An op without a deterministic implementation was called under
+    ``deterministic_algorithms="warn"``.
 
     Examples:
         >>> def replace(x):
         ...     return x.put_(torch.tensor([0]), torch.ones(1))
-        >>> with warnings.catch_warnings(record=True, action="always", category=NondeterministicOpWarning) as caught:
-        ...     _ = train("refs/run3", mode="record", settings={"deterministic_algorithms": "warn"}, extra=replace)
+        >>> with warnings.catch_warnings(
+        ...     record=True, action="always", category=NondeterministicOpWarning
+        ... ) as caught:
+        ...     _ = train(
+        ...         "refs/run3",
+        ...         mode="record",
+        ...         settings={"deterministic_algorithms": "warn"},
+        ...         extra=replace,
+        ...     )
         det_callbacks: recorded 3 steps, ...
         >>> [str(one.message).split()[0] for one in caught]
         ['aten.put_.default']
@@ -410,9 +437,12 @@ class CoverageWarning(DetCallbacksWarning):
     """The trace does not cover a part of a step, or had to stop.
 
     Examples:
-        >>> with warnings.catch_warnings(record=True, action="always", category=CoverageWarning) as caught:
+        >>> with warnings.catch_warnings(
+        ...     record=True, action="always", category=CoverageWarning
+        ... ) as caught:
         ...     with ObserverContext("runs", "first"):
-        ...         _ = observe_grad("x", torch.ones(2, requires_grad=True))  # no backward pass follows
+        ...         # no backward pass follows
+        ...         _ = observe_grad("x", torch.ones(2, requires_grad=True))
         >>> len(caught)
         1
     """

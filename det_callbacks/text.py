@@ -6,13 +6,18 @@ MAX_NAMED, MAX_RANKS = 3, 8  # that a sentence names; the others are counted
 
 
 def visible(text: str) -> str:
-    """Return a text with escapes for what a terminal obeys and does not show, as in ``repr``; keeps lines and tabs.
+    """Return a text with escapes for what a terminal obeys and does not show, as in ``repr``;
+    keeps lines and tabs.
 
-    Control characters, those that change the direction of text, and separators could make a run look like another.
+    Control characters, those that change the direction of text,
+    and separators could make a run look like another.
     """
     if text.isprintable():
         return text
-    shown = (one if one.isprintable() or one in "\n\t" else one.encode("unicode_escape").decode() for one in text)
+    shown = (
+        one if one.isprintable() or one in "\n\t" else one.encode("unicode_escape").decode()
+        for one in text
+    )
     return "".join(shown)
 
 
@@ -38,7 +43,9 @@ def capitalised(text: str) -> str:
 
 
 def listed(texts: Iterable[str], separator: str = ", ", limit: int = MAX_NAMED) -> str:
-    """Return "a, b and c" or "a, b, c and 2 more", each text once; other separators also precede the last text."""
+    """Return "a, b and c" or "a, b, c and 2 more", each text once;
+    other separators also precede the last text.
+    """
     known = list(dict.fromkeys(texts))
     if len(known) > limit:
         return f"{separator.join(known[:limit])} and {len(known) - limit} more"

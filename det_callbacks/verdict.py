@@ -1,4 +1,6 @@
-"""The outcome of a comparison: plain frozen data whose fields are those of ``det-callbacks diff --json`` (schema 1)."""
+"""The outcome of a comparison: plain frozen data whose fields are those of ``det-callbacks diff
+--json`` (schema 1).
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -63,18 +65,21 @@ class TensorNumbers:
     shape: tuple[int, ...] = ()
     dtype: str = ""
     num_differing: int = 0
-    # elements by distance: 0 ULPs (equal, or zeros of the other sign), 1, 2 to 3, 4 to 7 and so on, up to ``max_ulps``;
-    # () for dtypes without a distance
+    # elements by distance: 0 ULPs (equal, or zeros of the other sign), 1, 2 to 3, 4 to 7 and so on,
+    # up to ``max_ulps``; () for dtypes without a distance
     ulps: tuple[int, ...] = ()
     num_nan: int = 0  # elements that differ and of which one or both are NaN; in no bin of ``ulps``
     num_inf: int = 0  # likewise, of which one or both are infinite and none is NaN
-    # in units in the last place of the element, or of the root mean square of the reference if that is larger
+    # in units in the last place of the element, or of the root mean square of the
+    # reference if that is larger
     max_ulps: int | None = None
-    # largest distances of finite elements, or None if there are none or float64 cannot represent them
+    # largest distances of finite elements, or None if there are none or
+    # float64 cannot represent them
     max_absolute: float | None = None
     max_relative: float | None = None  # likewise, divided by the size that determines the unit
     first: tuple[int, ...] | None = None  # index of the first element that differs, row-major
-    first_values: tuple[str, str] | None = None  # its values in the reference and the current run, as text
+    # its values in the reference and the current run, as text
+    first_values: tuple[str, str] | None = None
     # the element with NaN, else an infinity, else the largest distance
     worst: tuple[int, ...] | None = None
     worst_values: tuple[str, str] | None = None
@@ -101,14 +106,16 @@ class Divergence:
         rank: number of the process.
         step: training batch, counted from 0 over the whole run.
         phase: forward, backward, gradient, optimizer, input, state, data, rng, metric or other.
-        module: qualified name in the LightningModule; "" for ops of the root and outside any module, "?" when unknown.
+        module: qualified name in the LightningModule; "" for ops of the root and outside any
+            module, "?" when unknown.
         op: ``namespace.op.overload``; "" for a batch, a parameter or a generator.
         occurrence: number of earlier sites of the step with the same phase, module, op and output.
         output: index of the op's output.
         name: parameter, buffer, gradient, optimizer state ("exp_avg of net.head.weight"), path in
             the batch ("batch[0]"), generator, metric or observation, or None for an activation.
-        kind: content (different bits), argument (a different scalar or option), structure (a different
-            shape, dtype or layout), missing (only in the reference), extra (only in the current run).
+        kind: content (different bits), argument (a different scalar or option), structure (a
+            different shape, dtype or layout), missing (only in the reference),
+            extra (only in the current run).
         source: lines of the user's code, innermost first, as "train.py:41 in forward".
         shape: in elements; None if the site is not a tensor.
         dtype: such as "float32"; None if the site is not a tensor.
@@ -180,7 +187,8 @@ class Coverage:
             of those whose live bits differed ("differing"), and "mib_per_step".
         metrics: number of compared logged values.
         lost: parts of a followed training that no step holds, a sentence each.
-        followed: models and optimizers that torch's hooks found, "" if the training named its steps.
+        followed: models and optimizers that torch's hooks found,
+            "" if the training named its steps.
 
     Examples:
         >>> coverage = compare_runs("refs/run1", "refs/run1").coverage
@@ -233,7 +241,8 @@ class Finding:
     """A reproducible mistake in one run, such as an epoch that repeats the order of the last one.
 
     Attributes:
-        finding: its word, which ``ignore_findings`` in ``[tool.det_callbacks]`` of pyproject.toml ignores.
+        finding: its word, which ``ignore_findings`` in ``[tool.det_callbacks]``
+            of pyproject.toml ignores.
         explanation: what is wrong, and what to do about it.
         ranks: the processes that show it.
         steps: the first and the last step that show it; () for the run as a whole.
@@ -264,15 +273,17 @@ class TrailEntry:
     """One of the things that led to the first divergence.
 
     Attributes:
-        kind: what it is: a setting, an option (of an optimizer's group or a loader), a checkpoint, a generator, the
-            indices that a sampler drew, what a loader returned ("loaded"), a part of the batch, a boundary (what ran
-            between two moments), a tensor of the state, an op, a gradient, a collective, a compiled region, a kernel,
-            memory that nothing had written ("unwritten"), something that was not recorded ("outside"), or a metric.
+        kind: what it is: a setting, an option (of an optimizer's group or a loader), a checkpoint,
+            a generator, the indices that a sampler drew, what a loader returned ("loaded"), a part
+            of the batch, a boundary (what ran between two moments), a tensor of the state, an op, a
+            gradient, a collective, a compiled region, a kernel, memory that nothing had written
+            ("unwritten"), something that was not recorded ("outside"), or a metric.
         name: "optimizer.SGD.lr", "torch.cpu", "batch[0]", "aten.mm.default in net.head".
         rank: number of the process.
         segment: fit of the run, counted from 0.
         step: at which it differs, or which it precedes.
-        moment: phase of the step, or point before it, such as "epoch start"; "" if it holds for the run.
+        moment: phase of the step, or point before it, such as "epoch start";
+            "" if it holds for the run.
         proven: whether it is certain that the next entry read it; else it may have.
         reference: its value or digest in the reference, as text; None if it has none.
         current: the same of the current run.
@@ -296,22 +307,26 @@ class TrailEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteNumerics:
-    """The size of the difference at a site whose tensors both runs kept; the first fields are a ``Divergence``'s.
+    """The size of the difference at a site whose tensors both runs kept;
+    the first fields are a ``Divergence``'s.
 
     Attributes:
         kind: also "equal".
-        ulp: largest distance in units in the last place; ``relative`` and ``absolute`` are the largest errors. All are
-            None where one side alone has a NaN or an infinity, or one run alone has the op. Elements smaller than the
-            root mean square of their tensor count at that size, since next to zero ULPs and relative errors say little.
-        within: whether every element is within the tolerance; ``excess`` is the largest difference as a multiple of it,
-            None if that is infinite.
+        ulp: largest distance in units in the last place; ``relative`` and ``absolute`` are the
+            largest errors. All are None where one side alone has a NaN or an infinity, or one run
+            alone has the op. Elements smaller than the root mean square of their tensor count at
+            that size, since next to zero ULPs and relative errors say little.
+        within: whether every element is within the tolerance; ``excess`` is the largest difference
+            as a multiple of it, None if that is infinite.
         num_elements: number of compared elements, fewer than in the shape if a sample was kept.
         reads: largest relative error of the op's inputs, or None if unknown.
-        growth: the error as a multiple of that, or of the dtype's epsilon if that is larger, or None without either.
-        is_start: whether a change starts here: it is beyond its tolerance, its inputs do not explain that, and no
-            other change has reached them. Ops that only one run has may explain it: ``Numerics.jumps`` has the op.
-        through: unknown ops on the way from the compared inputs: ops that only one run has or kept, and inputs
-            that differ.
+        growth: the error as a multiple of that, or of the dtype's epsilon if that is larger, or
+            None without either.
+        is_start: whether a change starts here: it is beyond its tolerance, its inputs do not
+            explain that, and no other change has reached them. Ops that only one run has may
+            explain it: ``Numerics.jumps`` has the op.
+        through: unknown ops on the way from the compared inputs: ops that only one run has or kept,
+            and inputs that differ.
     """
 
     rank: int
@@ -344,20 +359,24 @@ class SiteNumerics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:
-    """Whether two runs differ by rounding or by a real change, at the sites whose tensors both runs kept.
+    """Whether two runs differ by rounding or by a real change,
+    at the sites whose tensors both runs kept.
 
     Attributes:
-        conclusion: "none" if all numbers are equal; "change" if an op beyond its tolerance has an error that its inputs
-            do not explain; else "rounding", which may add up to more than the tolerance.
+        conclusion: "none" if all numbers are equal; "change" if an op beyond its tolerance has an
+            error that its inputs do not explain; else "rounding",
+            which may add up to more than the tolerance.
         tolerance: "torch.testing", or the file with the measured one.
-        first_jump: where a change starts: an op beyond its tolerance whose error is at least 10 times that of its
-            inputs, and the dtype's epsilon. The largest, in the first step with any. If an op that only one run has
-            comes right before, the change starts there: its kind is "missing" or "extra", and it has no measures.
+        first_jump: where a change starts: an op beyond its tolerance whose error is at least 10
+            times that of its inputs, and the dtype's epsilon. The largest, in the first step with
+            any. If an op that only one run has comes right before, the change starts there: its
+            kind is "missing" or "extra", and it has no measures.
         worst: the site that is farthest beyond its tolerance, or nearest to it.
-        num_default: differing sites with the tolerance of ``torch.testing``, because none was measured for them.
+        num_default: differing sites with the tolerance of ``torch.testing``,
+            because none was measured for them.
         not_compared: why kept sites were not compared -> how many.
-        jumps: all of them of that step, the largest first, except that an op that only one run has comes directly
-            before the largest jump behind it.
+        jumps: all of them of that step, the largest first, except that an op that only one run has
+            comes directly before the largest jump behind it.
         sites: all compared sites, in the order of the steps.
     """
 
@@ -379,19 +398,24 @@ class Resume:
 
     Attributes:
         step: its first step, counted from 0.
-        how: "given" by the program, or "found": the run began with parameters that the step before had left.
-        restored: for each part of the state that was recorded, "restored" if it is the reference's, "differs",
-            "missing", "exchanged" (the reference's bits of another parameter) or "reseeded" (with a different seed):
-            parameters; buffers; optimizer, for each of its states; options of the optimizer that differ, such as lr;
-            further state (schedulers, a gradient scaler, callbacks); generators that the reference has drawn from;
-            gradients accumulated before the step, if they are missing; data (the batch of the step).
-        of_step: for data and generators that differ, the step of the reference that had what this run began with;
-            for data it is ``step`` if the same samples were drawn, and their content differs.
-        framework: what trained: "torch" (no framework), "lightning", "transformers" or "accelerate".
+        how: "given" by the program, or "found": the run began with parameters that
+            the step before had left.
+        restored: for each part of the state that was recorded, "restored" if it is the reference's,
+            "differs", "missing", "exchanged" (the reference's bits of another parameter) or
+            "reseeded" (with a different seed): parameters; buffers; optimizer, for each of its
+            states; options of the optimizer that differ, such as lr; further state (schedulers, a
+            gradient scaler, callbacks); generators that the reference has drawn from; gradients
+            accumulated before the step, if they are missing; data (the batch of the step).
+        of_step: for data and generators that differ, the step of the reference that had what this
+            run began with; for data it is ``step`` if the same samples were drawn,
+            and their content differs.
+        framework: what trained: "torch" (no framework), "lightning",
+            "transformers" or "accelerate".
 
     Examples:
         >>> compare_runs("refs/run1", "verified").resume
-        Resume(step=400, how='found', restored={'parameters': 'restored', 'data': 'differs'}, of_step={'data': 0}, ...)
+        Resume(step=400, how='found', restored={'parameters': 'restored', 'data': 'differs'},
+        of_step={'data': 0}, ...)
     """
 
     step: int
@@ -416,12 +440,14 @@ class Verdict:
         trail: what led to the first divergence, the cause first; it ends where the record ends.
         resume: where the current run continued the reference, if it was verified and resumed.
         evidence: what led to the cause, a line each, in the order of time.
-        record_next: the arguments of ``DeterminismCallback`` that record what the verdict lacks, or None.
+        record_next: the arguments of ``DeterminismCallback`` that record what
+            the verdict lacks, or None.
         find_command: the ``det-callbacks find`` command that does so in one go, or None.
         counts: how much was compared.
         coverage: what the verdict covers, and what it leaves out.
         environment: the entries in which the environments differ.
-        findings: mistakes that the current run shows by itself. Neither they nor ``numerics`` change the verdict.
+        findings: mistakes that the current run shows by itself.
+            Neither they nor ``numerics`` change the verdict.
         numerics: how far the tensors are apart; None unless ``compare_runs`` was asked for it.
 
     Examples:
@@ -452,7 +478,11 @@ class Verdict:
 
     @classmethod
     def refused(
-        cls, reference: str, current: str, reason: str, environment: Sequence[EnvironmentDifference] = ()
+        cls,
+        reference: str,
+        current: str,
+        reason: str,
+        environment: Sequence[EnvironmentDifference] = (),
     ) -> "Verdict":
         """Return the verdict on runs that cannot be compared at all."""
         return cls(
@@ -478,11 +508,17 @@ class Verdict:
         content = as_json(self)
         if self.numerics is None:
             del content["numerics"]
-        return {"schema": VERDICT_SCHEMA, **content, "environment": {"differences": content["environment"]}}
+        return {
+            "schema": VERDICT_SCHEMA,
+            **content,
+            "environment": {"differences": content["environment"]},
+        }
 
     @classmethod
     def from_dict(cls, content: Any) -> "Verdict":
-        """Return the verdict that :meth:`to_dict` wrote; ValueError, which names the field, if it is not a verdict."""
+        """Return the verdict that :meth:`to_dict` wrote; ValueError, which names the field,
+        if it is not a verdict.
+        """
         if not isinstance(content, Mapping) or content.get("schema") != VERDICT_SCHEMA:
             raise ValueError(f"it is not a verdict of schema {VERDICT_SCHEMA}")
         environment = content.get("environment")
@@ -494,6 +530,10 @@ class Verdict:
 
 
 def as_json(data: object) -> dict[str, Any]:
-    """Return a dataclass as JSON: lists for tuples, text for keys; ValueError for a number that JSON lacks."""
-    content: dict[str, Any] = json.loads(json.dumps(msgspec.to_builtins(data, str_keys=True), allow_nan=False))
+    """Return a dataclass as JSON: lists for tuples, text for keys;
+    ValueError for a number that JSON lacks.
+    """
+    content: dict[str, Any] = json.loads(
+        json.dumps(msgspec.to_builtins(data, str_keys=True), allow_nan=False)
+    )
     return content

@@ -36,18 +36,30 @@ def fields(text: str) -> list[str]:
 
 
 def read(content: Any, path: str) -> Any:
-    """Return what a path such as ``first_divergence.source[0]`` names; KeyError or IndexError if there is nothing."""
+    """Return what a path such as ``first_divergence.source[0]`` names;
+    KeyError or IndexError if there is nothing.
+    """
     for name, index in re.findall(r"([a-z_]+)|\[(\d+)\]", path):
         content = content[name] if name else content[int(index)]
     return content
 
 
 def require_fields_of_its_cause(verdict: Verdict) -> None:
-    """Fail unless the fields that the page tells an agent to read for this cause are there, and say something."""
+    """Fail unless the fields that the page tells an agent to read for this cause are
+    there, and say something.
+    """
     content = json.loads(json.dumps(verdict.to_dict()))
     table = sections(PAGE.read_text())[CAUSES]
     (cells,) = (cells for cells in rows(table) if f"`{verdict.cause}`" in cells[0])
-    named = [field for field in re.findall(r"`([a-z_.]+)`", cells[1]) if field.partition(".")[0] in content]
+    named = [
+        field
+        for field in re.findall(r"`([a-z_.]+)`", cells[1])
+        if field.partition(".")[0] in content
+    ]
     assert [field for field in named if read(content, field)], f"{named} say nothing"
     if "environment.differences" in named:
-        assert [one["name"] for one in content["environment"]["differences"] if one["is_machine"] is False]
+        assert [
+            one["name"]
+            for one in content["environment"]["differences"]
+            if one["is_machine"] is False
+        ]

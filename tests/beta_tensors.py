@@ -1,4 +1,6 @@
-"""Kinds of tensors and dtypes that torch warns of when one is made, and that are digested all the same."""
+"""Kinds of tensors and dtypes that torch warns of when one is made,
+and that are digested all the same.
+"""
 
 import pytest
 
@@ -11,4 +13,6 @@ BETA_TENSORS = pytest.mark.filterwarnings(
 )
 
 # said once a process: of complex32, and of bcomplex32, which came with torch 2.14
-BETA_DTYPES = pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental:UserWarning")
+BETA_DTYPES = pytest.mark.filterwarnings(
+    "ignore:B?Complex(Half|32) support is experimental:UserWarning"
+)

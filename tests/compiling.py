@@ -14,14 +14,15 @@ from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func
 
 from det_callbacks.compare.differences import StepDifference
-from det_callbacks.compare.step import compare_steps
+from det_callbacks.compare.ranks import compare_steps
 from det_callbacks.runs.program import Site
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.trace.compiled.replaced import REPLACED
 
 COMPILING = [
     pytest.mark.usefixtures("compiles_anew"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch's own, in what Dynamo and inductor import
+    # torch's own, in what Dynamo and inductor import
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     # torch's own, when it compiles a module whose input is no leaf
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
@@ -43,7 +44,9 @@ def twice(tensor: Tensor) -> Tensor:
 
 
 twice.register_fake(torch.empty_like)
-twice.register_autograd(lambda ctx, gradient: gradient * 2, setup_context=lambda ctx, inputs, output: None)
+twice.register_autograd(
+    lambda ctx, gradient: gradient * 2, setup_context=lambda ctx, inputs, output: None
+)
 
 
 class Block(nn.Module):
@@ -92,7 +95,9 @@ def train(model: Callable[[Tensor], Tensor], x: Tensor | None = None) -> Callabl
 
 
 def ends(trace: StepTrace, part: str, phase: str = "forward") -> list[Site]:
-    return [site for site in trace.program.sites if site.op.endswith(f".{part}") and site.phase == phase]
+    return [
+        site for site in trace.program.sites if site.op.endswith(f".{part}") and site.phase == phase
+    ]
 
 
 def difference(reference: StepTrace, current: StepTrace) -> StepDifference:

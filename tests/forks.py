@@ -18,8 +18,14 @@ from det_callbacks.environment.variables import launch_request
 
 
 def outside_ci() -> dict[str, str]:
-    """The variables of this process without what says that it is a job of CI or a session of pytest."""
-    return {name: value for name, value in os.environ.items() if name != "CI" and not name.startswith("PYTEST")}
+    """The variables of this process without what says that it is a job of
+    CI or a session of pytest.
+    """
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name != "CI" and not name.startswith("PYTEST")
+    }
 
 
 def fork_process(
@@ -30,7 +36,9 @@ def fork_process(
     output: int | None = None,
     during: AbstractContextManager[None] | None = None,
 ) -> int:
-    """Run ``python SCRIPT ...`` in a fork, as ``run_process`` does in a fresh process; ``output`` gets what is said."""
+    """Run ``python SCRIPT ...`` in a fork, as ``run_process`` does in a fresh process;
+    ``output`` gets what is said.
+    """
 
     def body() -> None:
         gc.freeze()  # what this process made is not the script's
@@ -62,7 +70,9 @@ def end_with(body: Callable[[], Any], output: int | None = None) -> NoReturn:
     status = 1
     try:
         # not those that pytest put there to capture what is printed
-        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+        sys.stdout, sys.stderr = (
+            os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2)
+        )
         warnings.simplefilter("ignore")  # of Lightning and torch: what is printed is looked at
         torch.set_num_threads(1)  # threads of the parent's pools are not there
         torch._inductor.config.compile_threads = 1
@@ -70,7 +80,8 @@ def end_with(body: Callable[[], Any], output: int | None = None) -> NoReturn:
         status = 0
     except SystemExit as leaving:
         status = int(leaving.code or 0)
-    except BaseException as error:  # a forked child has nobody above it: it prints what Python would, and ends
+    except BaseException as error:
+        # a forked child has nobody above it: it prints what Python would, and ends
         sys.last_value = error
         sys.excepthook(*sys.exc_info())
     finally:

@@ -1,4 +1,6 @@
-"""CUDA graphs without CUDA: what is captured runs on the host, and a replay calls ``graph.work`` past every mode."""
+"""CUDA graphs without CUDA: what is captured runs on the host,
+and a replay calls ``graph.work`` past every mode.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,14 +34,18 @@ class HostGraph:
 
 @contextmanager
 def host_graphs() -> Iterator[None]:
-    """Let the package find ``HostGraph`` where it looks for the class that torch's graphs derive from.
+    """Let the package find ``HostGraph`` where it looks for the class that
+    torch's graphs derive from.
 
-    Torch's own class needs a driver, or is empty in builds without CUDA. ``tests/unit/test_cuda_graphs.py`` checks that
-    torch's graphs call the methods that the package replaces.
+    Torch's own class needs a driver, or is empty in builds without CUDA.
+    ``tests/unit/test_cuda_graphs.py`` checks that torch's graphs call the methods
+    that the package replaces.
     """
     with (
         mock.patch("det_callbacks.trace.compiled.replaced.CudaGraph", HostGraph),
-        mock.patch.object(torch.cuda, "is_current_stream_capturing", side_effect=lambda: get_ident() in _CAPTURING),
+        mock.patch.object(
+            torch.cuda, "is_current_stream_capturing", side_effect=lambda: get_ident() in _CAPTURING
+        ),
     ):
         yield
 

@@ -1,4 +1,6 @@
-"""A report as a browser would read it, without one: its tags, its text and the cells of its heat maps."""
+"""A report as a browser would read it, without one: its tags,
+its text and the cells of its heat maps.
+"""
 
 import re
 from collections.abc import Mapping
@@ -10,7 +12,9 @@ from typing import Any
 
 @dataclass
 class HeatMap:
-    """One heat map: how many steps agree, differ and so on, and the letters of each step's column by row."""
+    """One heat map: how many steps agree, differ and so on,
+    and the letters of each step's column by row.
+    """
 
     name: str = ""
     outcomes: str = ""
@@ -22,7 +26,9 @@ class HeatMap:
 
     def letters(self) -> str:
         """Return the worst letter of each column."""
-        return "".join(min(cells.values(), key="ocm".index, default=".") for cells in self.columns.values())
+        return "".join(
+            min(cells.values(), key="ocm".index, default=".") for cells in self.columns.values()
+        )
 
 
 class Page(HTMLParser):
@@ -57,7 +63,9 @@ class Page(HTMLParser):
         if self._inside[-1] == "style":
             self.style += data
         elif self._inside[-1] == "title" and self.maps:
-            self._cells = self.maps[-1].columns.setdefault(int(re.match(r"Step (\d+): ", data)[1]), {})
+            self._cells = self.maps[-1].columns.setdefault(
+                int(re.match(r"Step (\d+): ", data)[1]), {}
+            )
         elif self._inside[-1] == "summary" and self.maps and not self.maps[-1].labels:
             self.maps[-1].name, _, self.maps[-1].outcomes = data.partition(", steps: ")
         else:
@@ -65,14 +73,20 @@ class Page(HTMLParser):
 
 
 def assert_no_receiver_is_an_origin(folder: Path, verdict: Mapping[str, Any]) -> None:
-    """The report of several ranks has a map of each, and shows an origin only where the verdict says one is."""
+    """The report of several ranks has a map of each, and shows an origin only
+    where the verdict says one is.
+    """
     page, first = Page(folder / "report.html"), verdict["first_divergence"]
-    assert [heat_map.name for heat_map in page.maps] == [f"Rank {rank}" for rank in range(verdict["coverage"]["ranks"])]
+    assert [heat_map.name for heat_map in page.maps] == [
+        f"Rank {rank}" for rank in range(verdict["coverage"]["ranks"])
+    ]
     started = {origin["rank"] for origin in verdict["origins"]}
     for rank, heat_map in enumerate(page.maps):
         letters = heat_map.letters()
         assert list(letters[: first["step"]]) == ["m"] * first["step"]
         if rank in started or rank != first["rank"]:
-            assert ("o" in letters) is (rank in started), f"rank {rank} only received the difference"
+            assert ("o" in letters) is (rank in started), (
+                f"rank {rank} only received the difference"
+            )
         elif first["is_origin"] is None:
             assert letters[first["step"]] == "c", "where it starts cannot be proven"

@@ -1,9 +1,10 @@
-"""A device that yields digests only when it is waited for: the host's memory, seen as if it were another's.
+"""A device that yields digests only when it is waited for: the host's memory,
+seen as if it were another's.
 
-Within ``late_device()`` every tensor says that it is not on the CPU, and the package has its digests computed by
-``LateDevice``: it reads memory when a launch is due, as a GPU's stream would, and yields at ``collect``. Whoever
-collects within a step, or has a tensor's elements come to the host there, is noted. What is fetched is garbage until
-the copies are waited for.
+Within ``late_device()`` every tensor says that it is not on the CPU, and the package has its
+digests computed by ``LateDevice``: it reads memory when a launch is due, as a GPU's stream would,
+and yields at ``collect``. Whoever collects within a step, or has a tensor's elements come to the
+host there, is noted. What is fetched is garbage until the copies are waited for.
 """
 
 import ctypes
@@ -17,14 +18,14 @@ from unittest import mock
 
 import torch
 
-from det_callbacks.digest.device import deferred
-from det_callbacks.digest.device.deferred import DeferredDigests, Known
-from det_callbacks.digest.device.triton_digest import Choice, Span
+from det_callbacks.digest import deferred
+from det_callbacks.digest.deferred import DeferredDigests, Known
 from det_callbacks.digest.host import digest_memory
+from det_callbacks.digest.triton_digest import Choice, Span
 from det_callbacks.digest.unobserved import unobserved
-from det_callbacks.trace.op.components import address_of
-from det_callbacks.trace.op.deferred_sites import DeferredSites
+from det_callbacks.trace.components import address_of
 from det_callbacks.trace.recorder import Recorder
+from det_callbacks.trace.sites import DeferredSites
 
 _FETCHES = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__")
 
@@ -32,11 +33,15 @@ _FETCHES = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__"
 def bytes_of(span: Span) -> torch.Tensor:
     """Return a span as a tensor of bytes that shares its memory."""
     storage, offset, size = span
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, offset, (size,), (1,))
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
+        storage, offset, (size,), (1,)
+    )
 
 
 class LateDevice:
-    """See ``det_callbacks.digest.device.triton_digest.TritonDigest``; a ``mask`` tells its digests from the host's."""
+    """See ``det_callbacks.digest.triton_digest.TritonDigest``;
+    a ``mask`` tells its digests from the host's.
+    """
 
     name = "a late device"
 
@@ -45,7 +50,8 @@ class LateDevice:
         self.num_launched: list[int] = []
         self.num_unheld = 0
         self.num_collected = 0
-        self.waits: list[str] = []  # where something waited for the device within a step: must stay empty
+        # where something waited for the device within a step: must stay empty
+        self.waits: list[str] = []
         self.current: Hashable = None  # stream
         self.orders: list[tuple[Hashable, Hashable]] = []  # one stream waits for another
         self.num_steps = 0
@@ -57,7 +63,9 @@ class LateDevice:
     def wait_for(self, stream: Hashable) -> None:
         self.orders.append((self.current, stream))
 
-    def launch(self, spans: Sequence[Span], stream: Hashable, unheld: Set[int] = frozenset()) -> list[torch.Tensor]:
+    def launch(
+        self, spans: Sequence[Span], stream: Hashable, unheld: Set[int] = frozenset()
+    ) -> list[torch.Tensor]:
         self.num_launched.append(len(spans))
         self.num_unheld += sum(storage._cdata in unheld for storage, _, _ in spans)
         return [bytes_of(span).clone() for span in spans]
@@ -66,18 +74,28 @@ class LateDevice:
         self.num_collected += 1
         if self.num_steps:
             self.waits.append("collect")
-        return [digest_memory(copy.data_ptr(), copy.nbytes) ^ self.mask for part in launched for copy in part]
+        return [
+            digest_memory(copy.data_ptr(), copy.nbytes) ^ self.mask
+            for part in launched
+            for copy in part
+        ]
 
 
 @contextmanager
-def late_device(mask: int = 0, dtype: torch.dtype | None = None, method: Any = None) -> Iterator[Any]:
-    """Have the package take all tensors, or those of a dtype, for those of a device that yields at a step's end."""
+def late_device(
+    mask: int = 0, dtype: torch.dtype | None = None, method: Any = None
+) -> Iterator[Any]:
+    """Have the package take all tensors, or those of a dtype,
+    for those of a device that yields at a step's end.
+    """
     device = method or LateDevice(mask)
     settle, finish = DeferredSites.settle, DeferredDigests.finish
-    due: list[tuple[DeferredDigests, torch.Tensor, torch.Tensor]] = []  # copies, which arrive when they are waited for
+    # copies, which arrive when they are waited for
+    due: list[tuple[DeferredDigests, torch.Tensor, torch.Tensor]] = []
 
     def is_on_cpu(tensor: torch.Tensor) -> bool:
-        asks = sys._getframe(1).f_globals.get("__name__", "")  # torch's own code goes on as on the CPU
+        # torch's own code goes on as on the CPU
+        asks = sys._getframe(1).f_globals.get("__name__", "")
         return not asks.startswith("det_callbacks.") or dtype not in (None, tensor.dtype)
 
     def fetch(deferred: DeferredDigests, tensor: torch.Tensor) -> torch.Tensor:
@@ -119,7 +137,9 @@ def overwrite_unseen(tensor: torch.Tensor) -> None:
 
 @contextmanager
 def as_in_a_step(device: LateDevice) -> Iterator[None]:
-    """Note whatever of the package waits for the device in here, as ``set_sync_debug_mode("error")`` would raise."""
+    """Note whatever of the package waits for the device in here, as
+    ``set_sync_debug_mode("error")`` would raise.
+    """
     originals = {name: getattr(torch.Tensor, name) for name in _FETCHES}
 
     def noting(name: str) -> Any:
@@ -140,13 +160,16 @@ def as_in_a_step(device: LateDevice) -> Iterator[None]:
 def forbid_waiting(is_forbidden: bool) -> None:
     """Make everything raise that torch knows to wait for a real CUDA device, or allow it again."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")  # said once a process
+        # said once a process
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
         torch.cuda.set_sync_debug_mode("error" if is_forbidden else "default")
 
 
 @contextmanager
 def in_every_step(device: LateDevice) -> Iterator[None]:
-    """Note the same between a recorder's ``begin`` and its ``finish``, or ``abandon``; one records at a time."""
+    """Note the same between a recorder's ``begin`` and its ``finish``, or ``abandon``;
+    one records at a time.
+    """
     begin, finish, abandon = Recorder.begin, Recorder.finish, Recorder.abandon
     step = ExitStack()
 

@@ -1,4 +1,6 @@
-"""Ops that give other bits at every call, drawing from where no mode looks; and one that only seems to."""
+"""Ops that give other bits at every call, drawing from where no mode looks;
+and one that only seems to.
+"""
 
 import itertools
 import os

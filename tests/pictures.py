@@ -1,7 +1,7 @@
 """Makes the pictures of docs/ from real runs: ``make pictures``, which needs Chromium.
 
-A picture carries the text that it shows (a chunk ``iTXt`` of the PNG), so that a test can compare it with what the same
-run says today, without a browser.
+A picture carries the text that it shows (a chunk ``iTXt`` of the PNG), so that a test can compare
+it with what the same run says today, without a browser.
 """
 
 import os
@@ -32,19 +32,26 @@ COMMANDS = {  # with the exit status of each
 
 
 def write_report(folder: Path) -> Path:
-    """Record the digits, verify them while one layer goes wrong, and return the report of the comparison."""
+    """Record the digits, verify them while one layer goes wrong,
+    and return the report of the comparison.
+    """
     (folder / "recipes").symlink_to(ROOT / "recipes")
     variables = {name: value for name, value in os.environ.items() if name != "CI"}
     for command, status in COMMANDS.items():
         words = [sys.executable, *command.split()]
-        done = subprocess.run(words, cwd=folder, env=variables, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            words, cwd=folder, env=variables, capture_output=True, text=True, check=False
+        )
         if done.returncode != status:
-            raise SystemExit(f"python {command} ended with {done.returncode}, not {status}:\n{done.stderr}")
+            raise SystemExit(
+                f"python {command} ended with {done.returncode}, not {status}:\n{done.stderr}"
+            )
     return folder / "report.html"
 
 
 def shown(report: Path) -> str:
-    """Return what the picture of a report shows: its text, and where in the heat map a difference starts.
+    """Return what the picture of a report shows: its text, and where in the
+    heat map a difference starts.
 
     How far a difference of one ULP spreads depends on the machine.
     """
@@ -74,12 +81,19 @@ def with_text(picture: bytes, text: str) -> bytes:
     first, *others = chunks(picture)
     parts = [SIGNATURE]
     for kind, data in (first, (b"iTXt", content), *others):
-        parts += [struct.pack(">I", len(data)), kind, data, struct.pack(">I", zlib.crc32(kind + data))]
+        parts += [
+            struct.pack(">I", len(data)),
+            kind,
+            data,
+            struct.pack(">I", zlib.crc32(kind + data)),
+        ]
     return b"".join(parts)
 
 
 def text_of(picture: bytes) -> str:
-    (content,) = (data for kind, data in chunks(picture) if kind == b"iTXt" and data.startswith(KEYWORD))
+    (content,) = (
+        data for kind, data in chunks(picture) if kind == b"iTXt" and data.startswith(KEYWORD)
+    )
     return content[len(KEYWORD) + 5 :].decode()
 
 
@@ -88,7 +102,9 @@ def take_picture(report: Path, chromium: str) -> bytes:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        browser = playwright.chromium.launch(
+            executable_path=chromium, args=["--no-sandbox", "--disable-gpu"]
+        )
         page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="light")
         page.goto(report.as_uri())
         picture: bytes = page.screenshot()
@@ -99,7 +115,10 @@ def take_picture(report: Path, chromium: str) -> bytes:
 def main() -> None:
     chromium = shutil.which("chromium")
     if chromium is None:
-        raise SystemExit("make pictures needs Chromium in PATH under the name chromium (apt-get install chromium)")
+        raise SystemExit(
+            "make pictures needs Chromium in PATH under the name chromium (apt-get install "
+            "chromium)"
+        )
     with tempfile.TemporaryDirectory() as folder:
         report = write_report(Path(folder))
         REPORT.write_bytes(with_text(take_picture(report, chromium), shown(report)))

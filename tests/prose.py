@@ -1,7 +1,8 @@
-"""Lints prose with proselint, and with patterns of our own: ``make lint``, or with the files and folders as arguments.
+"""Lints prose with proselint, and with patterns of our own: ``make lint``, or with the files and
+folders as arguments.
 
-In a Markdown file it reads everything except code. In a Python file it reads docstrings, comments and messages: strings
-with four words or more.
+In a Markdown file it reads everything except code. In a Python file it reads docstrings, comments
+and messages: strings with four words or more.
 """
 
 import io
@@ -26,7 +27,9 @@ ACCEPTED = re.compile(r"[\dx ]+|compile compile|in a word")
 # Patterns of a translation, each with what to write instead. A space also matches a line break.
 HOUSE = {
     r"\b(nobody|no one) (is|was|has|tells|told|sees|saw|knows)\b": "name who acts",
-    r"\b(is|are|was|were) (said|told|noted)\b": "name who says it: the closing line, the error, the report",
+    r"\b(is|are|was|were) (said|told|noted)\b": (
+        "name who says it: the closing line, the error, the report"
+    ),
     r"\bone's own\b|\bof (its|their) own\b": "say what it is",
     r"\b(stand|stands|standing) (above|below|beside|for it|in(?! for)|under)\b": "is, or has",
     r"\b(lie|lies) (below|beside|in)\b": "is",
@@ -37,18 +40,30 @@ HOUSE = {
     r"\bwhat (is|was|has) \w+ is what\b": "name the thing",
     r"\bbut for\b": "except",
     r"\b(step|epoch|update) before\b(?=[.;:)]| in the same order| had used)": "the previous one",
-    r"\b(state|a tensor|a setting) differs? that\b": "put the clause next to its noun, or write two",
-    r"\b(in|of|with) another (order|kind|shape|number|version|type|size|length|seed|dtype)\b": "a different one",
+    r"\b(state|a tensor|a setting) differs? that\b": (
+        "put the clause next to its noun, or write two"
+    ),
+    r"\b(in|of|with) another (order|kind|shape|number|version|type|size|length|seed|dtype)\b": (
+        "a different one"
+    ),
     r"\b(are|is) others\b|\bothers than\b": "differ, or are not those of",
     r", as (those|that) of\b": "such as",
     r"\bchoices? differs?\b": "setting",
     r"\bwhat (is|was) not (kept|recorded|saved) (is|was)\b": "name the thing",
-    r"(?<!there)\sis no (origin|finding|difference|terminal|tensor|stream|output|match)\b": "is not a",
+    r"(?<!there)\sis no (origin|finding|difference|terminal|tensor|stream|output|match)\b": (
+        "is not a"
+    ),
     r"\bwhole number from\b|\bnumber from \d+ on\b": "an integer >= n",
-    r"\b(a|one|each|this|another|finished|resumed|several|two|both) training\b(?= (is|was|that|which|has|had|in|of|on"
-    r"|with|without|from|ends?|resumes?|repeats?|differs?|matches|and|or)\b|[.,;:)])|\btrainings\b": "run",
+    (
+        r"\b(a|one|each|this|another|finished|resumed|several|two|both) training\b(?= (is|was|that|"
+        r"which|has|had|in|of|on"
+        r"|with|without|from|ends?|resumes?|repeats?|differs?|matches|and|or)\b|[.,;:)])|"
+        r"\btrainings\b"
+    ): ("run"),
     r"\bin the reference(,| and) [^.;(]*\bnow\b": "in the current run",
-    r"\b(memory|written|freed|reused|writes?) unseen\b|\bare unseen\b": "without the recorder seeing it",
+    r"\b(memory|written|freed|reused|writes?) unseen\b|\bare unseen\b": (
+        "without the recorder seeing it"
+    ),
     r"\bfollows? from\b": "depends on",
     r"\bmakes? (a|no|new) (row|site|node)s?\b": "adds, creates, or has",
     r", also (after|in|from|if|when|on|for|those)\b": "even",
@@ -65,13 +80,19 @@ WHITESPACE = r"\s+"
 
 
 def blanked(text: str) -> str:
-    """Return ``text`` as spaces, with its line breaks, and backquotes to separate the words beside code."""
+    """Return ``text`` as spaces, with its line breaks, and backquotes to
+    separate the words beside code.
+    """
     return re.sub(r"[^\n`]", " ", text)
 
 
 def prose_of_markdown(text: str) -> str:
-    """Return a page with everything blanked except prose: no code, comments, targets of links or rules of tables."""
-    code = r"(?ms)^```.*?^```$|^ {4}.*?$|`[^`\n]+`|<!--.*?-->|\]\([^)\s]*\)|https?://\S+|^\|[-| ]+\|$"
+    """Return a page with everything blanked except prose: no code, comments,
+    targets of links or rules of tables.
+    """
+    code = (
+        r"(?ms)^```.*?^```$|^ {4}.*?$|`[^`\n]+`|<!--.*?-->|\]\([^)\s]*\)|https?://\S+|^\|[-| ]+\|$"
+    )
     return re.sub(code, lambda match: blanked(match[0]), text)
 
 
@@ -81,10 +102,13 @@ def prose_of_python(text: str) -> str:
     starts = [0]
     for line in lines:
         starts.append(starts[-1] + len(line))
-    parts = tokenize.STRING, tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", None)  # the last since Python 3.12
+    # the last since Python 3.12
+    parts = tokenize.STRING, tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", None)
     prose = list(blanked(text))
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        is_short = token.type == tokenize.STRING and len(re.findall(r"[A-Za-z]{2,}", token.string)) < 4
+        is_short = (
+            token.type == tokenize.STRING and len(re.findall(r"[A-Za-z]{2,}", token.string)) < 4
+        )
         if token.type in parts and not is_short:
             first, last = (starts[line - 1] + column for line, column in (token.start, token.end))
             code = r"``?[^`\n]+``?|\{[^{}\n]*\}|^[rbfRBF]*(\"\"\"|\"|')|(\"\"\"|\"|')$|^#+"
@@ -98,13 +122,22 @@ def found_in(name: str, prose: str) -> list[tuple[int, str]]:
     for result in LintFile(name, prose or " ").lint(DEFAULT):
         check = result.check_result
         words = content[slice(*check.span)].strip()
-        is_across_a_gap = bool(re.search(r"\n| {3}", words))  # a heading and its paragraph, cells of a table
-        if not (is_across_a_gap or ACCEPTED.fullmatch(words) or check.check_path.startswith(NOT_ASKED_FOR)):
-            found.append((content.count("\n", 0, check.span[0] + 1), f"{check.message} ({check.check_path})"))
+        # a heading and its paragraph, cells of a table
+        is_across_a_gap = bool(re.search(r"\n| {3}", words))
+        if not (
+            is_across_a_gap
+            or ACCEPTED.fullmatch(words)
+            or check.check_path.startswith(NOT_ASKED_FOR)
+        ):
+            found.append(
+                (content.count("\n", 0, check.span[0] + 1), f"{check.message} ({check.check_path})")
+            )
     for pattern, cure in HOUSE.items():
         for match in re.finditer(f"(?i){pattern.replace(' ', WHITESPACE)}", prose):
             line = prose.count("\n", 0, match.start()) + 1
-            found.append((line, f"{' '.join(match[0].split())!r}: {cure} (HOUSE of tests/prose.py)"))
+            found.append(
+                (line, f"{' '.join(match[0].split())!r}: {cure} (HOUSE of tests/prose.py)")
+            )
     return sorted(found)
 
 

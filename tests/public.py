@@ -1,7 +1,8 @@
-"""Writes down what users of version 1 rely on: ``python tests/public.py`` writes public.txt and the JSON Schemas.
+"""Writes down what users of version 1 rely on: ``python tests/public.py`` writes
+public.txt and the JSON Schemas.
 
-``tests/contract/test_public.py`` compares both with the package. docs/reference/stability.md says what each change of
-them means for the version.
+``tests/contract/test_public.py`` compares both with the package. docs/reference/stability.md says
+what each change of them means for the version.
 """
 
 import ast
@@ -33,7 +34,7 @@ FILE = ROOT / "tests" / "public.txt"
 HEAD = """\
 # What users of version 1 rely on; docs/reference/stability.md says what a change of each line means for the version.
 # make public writes this file, tests/contract/test_public.py compares it.
-"""
+"""  # noqa: E501  # a text
 
 PUBLIC = {
     name: getattr(det_callbacks, name) for name in sorted(det_callbacks.__all__)
@@ -56,16 +57,21 @@ def text() -> str:
         "Hugging Face: import it from det_callbacks.huggingface": huggingface(),
         "**arguments of TrainingRun and of Hugging Face's callback": [_call(FollowedRun)],
         "Command line: det-callbacks": commands(),
-        "Exit statuses": (f"{name}: {code}" for name, code in [*EXIT_CODES.items(), ("anything else", 2)]),
+        "Exit statuses": (
+            f"{name}: {code}" for name, code in [*EXIT_CODES.items(), ("anything else", 2)]
+        ),
         "pyproject.toml: keys of [tool.det_callbacks]": (
-            name.removeprefix("--").replace("-", "_") for name in [*SCRIPT_OPTIONS, "--ignore_findings"]
+            name.removeprefix("--").replace("-", "_")
+            for name in [*SCRIPT_OPTIONS, "--ignore_findings"]
         ),
         "Hydra: pkg://det_callbacks.conf": hydra(),
         "pytest": pytest_options(),
         "Formats": formats(),
         "Entry points": entry_points(),
     }
-    return HEAD + "".join(f"\n== {title}\n" + "".join(f"{one}\n" for one in lines) for title, lines in parts.items())
+    return HEAD + "".join(
+        f"\n== {title}\n" + "".join(f"{one}\n" for one in lines) for title, lines in parts.items()
+    )
 
 
 def names() -> Iterator[str]:
@@ -76,7 +82,9 @@ def names() -> Iterator[str]:
             continue
         if issubclass(public, Exception):
             status = f", exit status {public.exit_code}" if hasattr(public, "exit_code") else ""
-            caught_as = [base.__name__ for base in public.__mro__[1:-2] if not base.__name__.startswith("_")]
+            caught_as = [
+                base.__name__ for base in public.__mro__[1:-2] if not base.__name__.startswith("_")
+            ]
             yield f"{name}({', '.join(caught_as)}){status}"
         else:
             yield f"{name}{_call(public)}"
@@ -84,13 +92,21 @@ def names() -> Iterator[str]:
 
 
 def _members(public: type) -> Iterator[str]:
-    """Yield the members that a user reads or calls; what makes a result, or drives a step, is for the integrations."""
+    """Yield the members that a user reads or calls; what makes a result, or drives a step,
+    is for the integrations.
+    """
     if public.__name__ in MEMBERS:
         yield from MEMBERS[public.__name__].split()
         return
-    fields = {one.name for one in dataclasses.fields(public)} if dataclasses.is_dataclass(public) else set()
+    fields = (
+        {one.name for one in dataclasses.fields(public)}
+        if dataclasses.is_dataclass(public)
+        else set()
+    )
     of_package = [base for base in public.__mro__ if base.__module__.startswith("det_callbacks.")]
-    for name in {name for base in of_package for name in vars(base)} - fields - {"exit_code"} - MAKERS:
+    for name in (
+        {name for base in of_package for name in vars(base)} - fields - {"exit_code"} - MAKERS
+    ):
         if not name.startswith("_"):
             yield name
 
@@ -101,16 +117,24 @@ def _member(public: type, name: str) -> str:
 
 
 def _call(public: Any) -> str:
-    """Return the arguments with their defaults; mypy looks after the types, whose text depends on Python's version."""
+    """Return the arguments with their defaults; mypy looks after the types,
+    whose text depends on Python's version.
+    """
     signature = inspect.signature(public)
-    arguments = [one.replace(annotation=inspect.Parameter.empty) for one in signature.parameters.values()]
+    arguments = [
+        one.replace(annotation=inspect.Parameter.empty) for one in signature.parameters.values()
+    ]
     return str(signature.replace(parameters=arguments, return_annotation=inspect.Signature.empty))
 
 
 def huggingface() -> Iterator[str]:
     """Yield its callback, read from the source, as transformers may be missing."""
     source = (ROOT / "det_callbacks" / "integrations" / "huggingface.py").read_text()
-    (callback,) = (node for node in ast.parse(source).body if getattr(node, "name", "") == "DeterminismCallback")
+    (callback,) = (
+        node
+        for node in ast.parse(source).body
+        if getattr(node, "name", "") == "DeterminismCallback"
+    )
     for node in ast.walk(callback):
         if isinstance(node, ast.FunctionDef) and node.name == "__init__":
             yield f"DeterminismCallback({ast.unparse(node.args)})"
@@ -129,10 +153,17 @@ def _arguments(parser: ArgumentParser, indent: str) -> Iterator[str]:
     for action in parser._actions:
         if not isinstance(action, _SubParsersAction):
             told = {"takes": action.nargs, "choices": action.choices, "default": action.default}
-            told = {name: value for name, value in told.items() if value not in (None, False, "==SUPPRESS==")}
-            facts = [f"{name} {value!r}" for name, value in told.items()] + ["required"] * action.required
-            yield f"{indent}{'/'.join(action.option_strings) or action.dest.upper()}" + f" ({', '.join(facts)})" * bool(
-                facts
+            told = {
+                name: value
+                for name, value in told.items()
+                if value not in (None, False, "==SUPPRESS==")
+            }
+            facts = [f"{name} {value!r}" for name, value in told.items()] + [
+                "required"
+            ] * action.required
+            yield (
+                f"{indent}{'/'.join(action.option_strings) or action.dest.upper()}"
+                + f" ({', '.join(facts)})" * bool(facts)
             )
 
 
@@ -162,7 +193,11 @@ class _Parser:
         return self
 
     def addoption(self, name: str, *, default: Any = None, **options: Any) -> None:
-        choices = f" (choices {', '.join(options['choices'])}; default {default})" if "choices" in options else ""
+        choices = (
+            f" (choices {', '.join(options['choices'])}; default {default})"
+            if "choices" in options
+            else ""
+        )
         self.lines.append(f"option {name}{choices}")
 
     def addini(self, name: str, text: str, *, default: Any) -> None:

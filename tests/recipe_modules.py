@@ -7,8 +7,11 @@ import pytest
 
 
 def find_recipe(folder: Path, patch: pytest.MonkeyPatch) -> None:
-    """Let imports find the modules of a recipe until the test ends; other recipes, and tests, use their names too."""
+    """Let imports find the modules of a recipe until the test ends; other recipes, and tests,
+    use their names too.
+    """
     patch.syspath_prepend(folder)
     for path in folder.glob("*.py"):
-        patch.setitem(sys.modules, path.stem, None)  # what is imported in its place goes when the test ends
+        # what is imported in its place goes when the test ends
+        patch.setitem(sys.modules, path.stem, None)
         del sys.modules[path.stem]

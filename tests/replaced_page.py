@@ -1,4 +1,6 @@
-"""The methods that docs/explanation/replaced.md lists; tests/conftest.py checks each that a test replaces."""
+"""The methods that docs/explanation/replaced.md lists; tests/conftest.py checks
+each that a test replaces.
+"""
 
 import re
 from collections.abc import Callable
@@ -21,7 +23,9 @@ def checked(replace: Callable[..., None]) -> Callable[..., None]:
     """Return ``ReplacedMethods._set``, which then refuses a method that the page does not list."""
 
     def replace_listed(self: Any, owner: Any, name: str, *methods: Any) -> None:
-        assert name in NAMES, f"docs/explanation/replaced.md has no row for {name} of {owner!r}, which is replaced"
+        assert name in NAMES, (
+            f"docs/explanation/replaced.md has no row for {name} of {owner!r}, which is replaced"
+        )
         replace(self, owner, name, *methods)
 
     return replace_listed

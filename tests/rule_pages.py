@@ -1,4 +1,6 @@
-"""Makes docs/reference/causes.md and findings.md of the files of the rules: ``make causes``, ``make findings``."""
+"""Makes docs/reference/causes.md and findings.md of the files of the rules: ``make
+causes``, ``make findings``.
+"""
 
 import inspect
 import re
@@ -20,7 +22,7 @@ CAUSES = """# The causes
 A verdict names one `cause`: what the root of its [trail](verdict.md#the-trail) means. These are the meanings, each with
 an example of the whole explanation.
 
-| meaning | cause | when it applies |"""
+| meaning | cause | when it applies |"""  # noqa: E501  # a text
 
 FINDINGS = """# The findings
 
@@ -30,7 +32,7 @@ A finding is a mistake that a single recorded run reveals: the run is reproducib
 checks for them in this order. `level` is the lowest [level](callback.md) that records what the finding needs; below
 that level it is never reported. [Look for findings](../how-to/findings.md) describes the command and its limits.
 
-| finding | level | when it applies |"""
+| finding | level | when it applies |"""  # noqa: E501  # a text
 
 
 def cause_rules() -> list[Any]:
@@ -59,15 +61,24 @@ def example(rule: Any) -> str:
 
 
 def page(head: str, rules: Sequence[Any], titles: Sequence[str], rows: Sequence[str]) -> str:
-    table = [head, "| --- | --- | --- |", *(f"| {row} | {when(rule)} |" for row, rule in zip(rows, rules, strict=True))]
+    table = [
+        head,
+        "| --- | --- | --- |",
+        *(f"| {row} | {when(rule)} |" for row, rule in zip(rows, rules, strict=True)),
+    ]
     named = zip(titles, rules, strict=True)
-    sections = [f"## {title}\n\n{when(rule)}\n\n```text\n{example(rule)}\n```" for title, rule in named]
+    sections = [
+        f"## {title}\n\n{when(rule)}\n\n```text\n{example(rule)}\n```" for title, rule in named
+    ]
     return "\n\n".join(["\n".join(table), *sections]) + "\n"
 
 
 def pages() -> dict[str, str]:
     rules = cause_rules()
-    rows = [f"{name_of(rule)} | {' or '.join(f'`{cause}`' for cause in causes_of(rule))}" for rule in rules]
+    rows = [
+        f"{name_of(rule)} | {' or '.join(f'`{cause}`' for cause in causes_of(rule))}"
+        for rule in rules
+    ]
     found = {"causes": page(CAUSES, rules, [name_of(rule).capitalize() for rule in rules], rows)}
     names = [rule.name for rule in findings.RULES]
     rows = [f"[`{rule.name}`](#{rule.name}) | `{rule.level}`" for rule in findings.RULES]

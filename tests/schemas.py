@@ -1,4 +1,6 @@
-"""The JSON Schemas that the package ships, made from its dataclasses; tests/conftest.py checks every verdict."""
+"""The JSON Schemas that the package ships, made from its dataclasses;
+tests/conftest.py checks every verdict.
+"""
 
 import json
 import re
@@ -42,12 +44,18 @@ def made() -> dict[str, dict[str, Any]]:
 
     verdict = _definitions(Verdict)
     root = verdict.pop("Verdict")
-    differences = {"properties": {"differences": root["properties"]["environment"]}, "required": ["differences"]}
+    differences = {
+        "properties": {"differences": root["properties"]["environment"]},
+        "required": ["differences"],
+    }
     root["properties"] |= {"environment": {"type": "object"} | differences}
     root["required"].remove("numerics")
 
     finding = _definitions(Finding)
-    found = {"run": {"type": "string"}, "findings": {"type": "array", "items": {"$ref": "#/$defs/Finding"}}}
+    found = {
+        "run": {"type": "string"},
+        "findings": {"type": "array", "items": {"$ref": "#/$defs/Finding"}},
+    }
 
     doctor = _definitions(Diagnosis)
     diagnosis = doctor.pop("Diagnosis")
@@ -76,7 +84,9 @@ def _document(name: str, root: dict[str, Any], definitions: dict[str, Any]) -> d
 
 
 def _definitions(data: type) -> dict[str, Any]:
-    """Return the schemas of a dataclass and of those in it; all fields are written, so all are required."""
+    """Return the schemas of a dataclass and of those in it; all fields are written,
+    so all are required.
+    """
     definitions: dict[str, Any] = msgspec.json.schema(data)["$defs"]
     for one in definitions.values():
         text, _, attributes = cleandoc(one.get("description", "")).partition("\n\nAttributes:\n")
@@ -95,4 +105,6 @@ def _definitions(data: type) -> dict[str, Any]:
 def _line(text: str) -> str:
     """Return a docstring's text as one line, in the words of JSON."""
     words = {"None": "null", "True": "true", "False": "false", "``": "`"}
-    return re.sub(r"\b(None|True|False)\b|``", lambda found: words[found.group()], " ".join(text.split()))
+    return re.sub(
+        r"\b(None|True|False)\b|``", lambda found: words[found.group()], " ".join(text.split())
+    )

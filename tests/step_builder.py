@@ -1,4 +1,5 @@
-"""Builds the recording of a step without a model: each op's digest follows from what it read, as in a real one.
+"""Builds the recording of a step without a model: each op's digest follows from what
+it read, as in a real one.
 
 And runs of a few such steps, recorded or verified, and the verdict on two of them.
 """
@@ -52,8 +53,22 @@ class StepBuilder:
     skipped: dict[str, int] = field(default_factory=dict)
 
     def row(self, bits: int, entry: TensorLayout | None = FLOAT, **fields: Any) -> int:
-        values = {"phase": "forward", "module": "", "op": "", "output": 0, "role": "output", **fields}
-        key = (values["phase"], values["module"], values["op"], values["output"], values["role"], values.get("name"))
+        values = {
+            "phase": "forward",
+            "module": "",
+            "op": "",
+            "output": 0,
+            "role": "output",
+            **fields,
+        }
+        key = (
+            values["phase"],
+            values["module"],
+            values["op"],
+            values["output"],
+            values["role"],
+            values.get("name"),
+        )
         subject = subject_of(values.pop("name", None), phase=values["phase"], role=values["role"])
         self.sites.append(Site(occurrence=self.counts[key], **subject, **values))
         self.counts[key] += 1
@@ -61,7 +76,15 @@ class StepBuilder:
         self.digests.append(bits)
         return len(self.sites) - 1
 
-    def named(self, name: str, bits: int, *, phase: str = "state", inputs: tuple[int, ...] = (), **fields: Any) -> int:
+    def named(
+        self,
+        name: str,
+        bits: int,
+        *,
+        phase: str = "state",
+        inputs: tuple[int, ...] = (),
+        **fields: Any,
+    ) -> int:
         return self.row(bits, phase=phase, name=name, role="named", inputs=inputs, **fields)
 
     def batch(self, name: str, rows: list[int]) -> int:
@@ -92,22 +115,44 @@ class StepBuilder:
     ) -> int:
         """Add a call; return the position of its first output.
 
-        ``reads`` are positions, or names of tensors from outside the trace, which get an input row when first read;
-        ``weights`` gives bits to those names; ``generator`` is the state of the generator it draws from.
+        ``reads`` are positions, or names of tensors from outside the trace, which get an input row
+        when first read; ``weights`` gives bits to those names; ``generator`` is the state of the
+        generator it draws from.
         """
         for read in reads:
             if isinstance(read, str) and read not in self.known_inputs:
-                bits, title = (weights or {}).get(read, mix("input", read)), None if read.startswith("?") else read
-                self.known_inputs[read] = self.row(bits, phase="input", role="input", name=title, module=module)
+                bits, title = (
+                    (weights or {}).get(read, mix("input", read)),
+                    None if read.startswith("?") else read,
+                )
+                self.known_inputs[read] = self.row(
+                    bits, phase="input", role="input", name=title, module=module
+                )
         places = [self.known_inputs[read] if isinstance(read, str) else read for read in reads]
         if generator is not None:
-            places.append(self.row(mix("generator", generator), None, phase="rng", name="torch.cpu", role="generator"))
+            places.append(
+                self.row(
+                    mix("generator", generator),
+                    None,
+                    phase="rng",
+                    name="torch.cpu",
+                    role="generator",
+                )
+            )
         if varying:
             bits, tag, text = argument_bits(list(varying.values()))
             if text is not None and keeps_text:
                 self.values[bits] = text
             entry = TensorLayout(dtype=tag, shape=())
-            self.row(bits, entry, phase=phase, module=module, op=name, role="argument", varying=tuple(varying))
+            self.row(
+                bits,
+                entry,
+                phase=phase,
+                module=module,
+                op=name,
+                role="argument",
+                varying=tuple(varying),
+            )
         everything = sorted({**(arguments or {}), **(varying or {})}.items())
         constants = {key: plain_value(value) for key, value in (arguments or {}).items()}
         content = (name, everything, [self.digests[place] for place in places], layout.dtype, noise)
@@ -134,7 +179,9 @@ class StepBuilder:
         layout = Layout(entries=tuple(self.entries))
         digests = np.array(self.digests, dtype=np.uint64)
         unseen = frozenset(self.unseen)
-        return StepTrace(program, digests, layout.id, unseen, self.values, lambda: layout, checked=self.checked)
+        return StepTrace(
+            program, digests, layout.id, unseen, self.values, lambda: layout, checked=self.checked
+        )
 
     def view(self, **place: int) -> StepView:
         return self.trace().view(**place)
@@ -163,7 +210,9 @@ def training_step(
     unseen_at: int | None = None,
     is_first: bool = True,
 ) -> StepBuilder:
-    """Return a step of a small model: a batch, dropout, twenty equal ``mul``, a layer norm, backward and update."""
+    """Return a step of a small model: a batch, dropout, twenty equal ``mul``, a layer norm,
+    backward and update.
+    """
     step = StepBuilder()
     if is_first:
         step.named("net.weight", weight)
@@ -171,8 +220,16 @@ def training_step(
     batch = step.batch("batch[0]", list(rows))
     step.generators(seed)
     layout = TensorLayout(dtype=dtype, shape=(8, 4), stride=(4, 1))
-    mask = step.op("aten.bernoulli_.float", generator=seed, module="net.dropout", arguments={"p": 0.1})
-    value = step.op("aten.mm.default", batch, 0 if is_first else "net.weight", module="net.linear", layout=layout)
+    mask = step.op(
+        "aten.bernoulli_.float", generator=seed, module="net.dropout", arguments={"p": 0.1}
+    )
+    value = step.op(
+        "aten.mm.default",
+        batch,
+        0 if is_first else "net.weight",
+        module="net.linear",
+        layout=layout,
+    )
     value = step.op("aten.mul.Tensor", value, mask, module="net.dropout", layout=layout)
     for index in range(muls):
         place = {"module": "net.chain", "source": (f"train.py:{40 + index} in forward",)}
@@ -182,16 +239,26 @@ def training_step(
         value = step.op("aten.mul.Tensor", value, arguments={"other": 2.0}, noise=noise, **place)
         if index == unseen_at:
             step.unseen.add(value)
-    value = step.op("aten.native_layer_norm.default", value, module="net.norm", arguments={"eps": 1e-05}, outputs=3)
+    value = step.op(
+        "aten.native_layer_norm.default",
+        value,
+        module="net.norm",
+        arguments={"eps": 1e-05},
+        outputs=3,
+    )
     step.named("output", step.digests[value], phase="forward", module="net", inputs=(value,))
     step.named("loss", step.digests[value] ^ 1, phase="forward", inputs=(value,))
-    gradient = step.op("aten.native_layer_norm_backward.default", value, phase="backward", module="net.norm")
+    gradient = step.op(
+        "aten.native_layer_norm_backward.default", value, phase="backward", module="net.norm"
+    )
     gradient = step.op("aten.mm.default", gradient, batch, phase="backward", module="net.linear")
     step.named("grad of net.weight", step.digests[gradient], phase="gradient", inputs=(gradient,))
     update = {"value": -lr}
     kind = {"varying": update} if lr_varies else {"arguments": update}
     weight = 0 if is_first else "net.weight"
-    place = step.op("aten.addcdiv_.default", gradient, weight, phase="optimizer", module="net", **kind)
+    place = step.op(
+        "aten.addcdiv_.default", gradient, weight, phase="optimizer", module="net", **kind
+    )
     step.named("net.weight", step.digests[place], inputs=(place,))
     return step
 
@@ -215,7 +282,9 @@ def reducing_step(
     about = {"arguments": arguments, "inputs": (place,), "source": ("train.py:9 in step",)}
     sent = made.row(made.digests[place], role="sent", **call, **about)
     layout = TensorLayout(dtype="float32", shape=(8, 4), detail=detail) if detail else FLOAT
-    arrived = made.row(0 if detail else mix(delivered, reduce), layout, role="delivered", inputs=(sent,), **call)
+    arrived = made.row(
+        0 if detail else mix(delivered, reduce), layout, role="delivered", inputs=(sent,), **call
+    )
     made.op("aten.sum.default", arrived)
     return made
 
@@ -224,7 +293,9 @@ Steps = Mapping[int, StepBuilder]
 Pair = tuple[StepBuilder, StepBuilder]
 
 
-def manifest_of(environment: Mapping[str, Any] | None = None, selection: Selection | None = None) -> dict[str, Any]:
+def manifest_of(
+    environment: Mapping[str, Any] | None = None, selection: Selection | None = None
+) -> dict[str, Any]:
     chosen = (selection or Selection()).to_dict()
     return {"selection": chosen, "environment": dict(environment or {}), "settings": {}}
 
@@ -240,7 +311,9 @@ def record(
     resumed: int | None = None,
     **options: Any,
 ) -> Path:
-    """Write a run; ``steps`` is {step: builder}, or a list of these, one a fit; ``others`` those of further ranks."""
+    """Write a run; ``steps`` is {step: builder}, or a list of these, one a fit;
+    ``others`` those of further ranks.
+    """
     manifest, world_size = manifest_of(environment, selection), 1 + len(others)
     writers = [RunWriter.create(path, peers=OneOf(0, world_size), manifest=manifest, **options)]
     if resumed is not None:
@@ -261,7 +334,9 @@ def steps_of(numbers: Iterable[int], **changes: Any) -> dict[int, StepBuilder]:
     """Return a run's steps; ``changes`` is {"s5": {...}} for what is planted in step 5."""
     numbers = list(numbers)
     return {
-        step: training_step(rows=(step, 2, 3, 4), is_first=step == numbers[0], **changes.get(f"s{step}", {}))
+        step: training_step(
+            rows=(step, 2, 3, 4), is_first=step == numbers[0], **changes.get(f"s{step}", {})
+        )
         for step in numbers
     }
 
@@ -276,22 +351,39 @@ def judge(
     begins_before: bool = False,
     selection: Selection | None = None,
 ) -> Verdict:
-    """Return the verdict on ranks each of which ran one step in two ways, in the reference and in the current run.
+    """Return the verdict on ranks each of which ran one step in two ways,
+    in the reference and in the current run.
 
-    A pair of None is the same step; ``steps`` has another number for some ranks, and ``environment`` what differs
-    besides. ``is_resumed``: the current run has gone on with the step; ``begins_before``: an equal one comes before it.
+    A pair of None is the same step; ``steps`` has another number for some ranks, and
+    ``environment`` what differs besides. ``is_resumed``: the current run has gone on with the step;
+    ``begins_before``: an equal one comes before it.
     """
-    number, before, runs = len(list(folder.iterdir())), {0: training_step()} if begins_before else {}, []
+    number, before, runs = (
+        len(list(folder.iterdir())),
+        {0: training_step()} if begins_before else {},
+        [],
+    )
     for side, word in enumerate(("reference", "current")):
         entries = {
-            one.name: {"value": getattr(one, word), "changes_bits": one.changes_bits, "is_machine": one.is_machine}
+            one.name: {
+                "value": getattr(one, word),
+                "changes_bits": one.changes_bits,
+                "is_machine": one.is_machine,
+            }
             for one in environment
         }
         ranks = [
-            {**before, (steps or {}).get(rank, step): reducing_step() if pair is None else pair[side]}
+            {
+                **before,
+                (steps or {}).get(rank, step): reducing_step() if pair is None else pair[side],
+            }
             for rank, pair in enumerate(pairs)
         ]
-        options = {"environment": entries, "resumed": step if side and is_resumed else None, "selection": selection}
+        options = {
+            "environment": entries,
+            "resumed": step if side and is_resumed else None,
+            "selection": selection,
+        }
         runs.append(record(folder / f"{number}-{side}", ranks[0], others=ranks[1:], **options))
     return compare_runs(*runs)
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from det_callbacks.runs.evidence import EvidenceRow
+from det_callbacks.runs.lock import Peers
 from det_callbacks.runs.manifest import read_manifest
-from det_callbacks.runs.peers import Peers
 from det_callbacks.runs.program import Layout, Program, Site, TensorLayout
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.store import Run
@@ -36,13 +36,26 @@ def whole_steps(draw: st.DrawFn) -> tuple[Program, Layout, list[int]]:
     """Draw a program, and a layout and digests of as many sites."""
     num = draw(st.integers(1, 3))
     sites, entries, digests = (
-        draw(st.lists(one, min_size=num, max_size=num)) for one in (SITES, ENTRIES, st.integers(0, 2**64 - 1))
+        draw(st.lists(one, min_size=num, max_size=num))
+        for one in (SITES, ENTRIES, st.integers(0, 2**64 - 1))
     )
     inputs = [draw(st.lists(st.integers(0, at), max_size=3).map(tuple)) for at in range(num)]
     sites = [structs.replace(site, inputs=read) for site, read in zip(sites, inputs, strict=True)]
-    counts = [draw(one) for one in (COUNTS, COUNTS, st.dictionaries(st.text(), COUNTS), st.lists(st.text()).map(tuple))]
+    counts = [
+        draw(one)
+        for one in (
+            COUNTS,
+            COUNTS,
+            st.dictionaries(st.text(), COUNTS),
+            st.lists(st.text()).map(tuple),
+        )
+    ]
     names = ("ops_seen", "ops_digested", "ops_skipped", "opaque_regions")
-    return Program.of(sites, **dict(zip(names, counts, strict=True))), Layout(tuple(entries)), digests
+    return (
+        Program.of(sites, **dict(zip(names, counts, strict=True))),
+        Layout(tuple(entries)),
+        digests,
+    )
 
 
 def small_program(num_sites: int = 3, op: str = "aten.mul.Tensor") -> Program:
@@ -75,7 +88,12 @@ def digests_of(step: int, num_sites: int = 3, seed: int = 0) -> np.ndarray:
 
 
 def append(
-    writer: RunWriter, steps: Iterable[int], *, num_sites: int = 3, seed: int = 0, complete: bool | None = None
+    writer: RunWriter,
+    steps: Iterable[int],
+    *,
+    num_sites: int = 3,
+    seed: int = 0,
+    complete: bool | None = None,
 ) -> RunWriter:
     """Write steps of the small program, and close the run unless ``complete`` is None."""
     program, layout = small_program(num_sites), small_layout(num_sites)
@@ -92,11 +110,15 @@ def append(
 
 def create(path: Path, **options: Any) -> RunWriter:
     """Start a run with a manifest that can be resumed."""
-    return RunWriter.create(path, manifest={"selection": SELECTION, "environment": ENVIRONMENT}, **options)
+    return RunWriter.create(
+        path, manifest={"selection": SELECTION, "environment": ENVIRONMENT}, **options
+    )
 
 
 class OneOf(Peers):
-    """One of several processes that a test plays one after the other: whoever it asks says what it says itself."""
+    """One of several processes that a test plays one after the other:
+    whoever it asks says what it says itself.
+    """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 # how to train faster: more workers of a loader, another logging interval
-LIGHTNING_ADVICE = pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning")
+LIGHTNING_ADVICE = pytest.mark.filterwarnings(
+    "ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning"
+)
 
 
 def quiet_trainer(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:

@@ -30,12 +30,19 @@ MATCH = Verdict(
     coverage=Coverage(ranks=1, steps=(0, 3)),
 )
 DIVERGED = replace(
-    MATCH, verdict="diverged", first_divergence=DIVERGENCE, origins=(DIVERGENCE,), cause="forward", explanation="No."
+    MATCH,
+    verdict="diverged",
+    first_divergence=DIVERGENCE,
+    origins=(DIVERGENCE,),
+    cause="forward",
+    explanation="No.",
 )
 
 
 def differing(name: str, *, is_machine: bool = True) -> EnvironmentDifference:
-    return EnvironmentDifference(name=name, reference=2, current=1, changes_bits=True, is_machine=is_machine)
+    return EnvironmentDifference(
+        name=name, reference=2, current=1, changes_bits=True, is_machine=is_machine
+    )
 
 
 THREADS = differing("torch.num_threads")

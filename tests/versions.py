@@ -1,4 +1,6 @@
-"""The versions that run here, as tuples of numbers, for what differs between those that are supported."""
+"""The versions that run here, as tuples of numbers, for what differs between
+those that are supported.
+"""
 
 from importlib.metadata import version
 

@@ -1,4 +1,6 @@
-"""BitwiseEquivalenceMode: runs each op twice on the same inputs, and reports the ops whose bits differ."""
+"""BitwiseEquivalenceMode: runs each op twice on the same inputs,
+and reports the ops whose bits differ.
+"""
 
 import warnings
 from collections import Counter
@@ -8,7 +10,7 @@ from itertools import cycle, zip_longest
 from typing import Any, Self
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor, UntypedStorage, nn
 
 from det_callbacks.audit.result import EquivalenceError, OpMismatch
 from det_callbacks.errors import CoverageWarning, DetCallbacksError, TraceError
@@ -17,31 +19,45 @@ from det_callbacks.internals.torch import (
     FakeTensor,
     FunctionalTensor,
     OpOverload,
+    memory_address,
     num_dispatch_modes,
     schema_of,
+    storage_address,
     without_function_modes,
     without_modes,
 )
 from det_callbacks.runs.selection import Selection
 from det_callbacks.settings.generators import RewindPoint, is_capturing
-from det_callbacks.trace.attribution.engine import source_of
-from det_callbacks.trace.attribution.places import Places
+from det_callbacks.trace.call_graph import OpScope
+from det_callbacks.trace.components import (
+    PLAIN,
+    difference_of,
+    has_same_bits,
+    holds_data,
+    is_special,
+)
 from det_callbacks.trace.dispatch import TAKE_APART, DispatchMode
-from det_callbacks.trace.op.call_graph import OpScope
-from det_callbacks.trace.op.components import PLAIN, holds_data
-from det_callbacks.trace.op.copied_calls import Call, copied_call
-from det_callbacks.trace.op.same_bits import difference_of, has_same_bits, is_special
-from det_callbacks.trace.state.optimizers import OptimizerPhases
-from det_callbacks.trace.tables.overloads import (
+from det_callbacks.trace.modules import source_of
+from det_callbacks.trace.optimizers import OptimizerPhases
+from det_callbacks.trace.overloads import (
     HIDDEN_STATES,
+    OPAQUE_WRITES,
     OpKind,
     OpPlan,
     comes_apart,
     in_flight,
     make_plan,
+    tensors_in,
     written_arguments,
     written_by_call,
 )
+from det_callbacks.trace.places import Places
+
+_ALIGNMENT = 64
+"""Bytes that torch aligns host memory to."""
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments."""
 
 _OWN_NAMESPACES = frozenset({"aten", "quantized", "mkldnn", "onednn", "mkl"})
 """Ops in these namespaces draw from torch's generators only, and have a tag if they draw."""
@@ -49,7 +65,55 @@ MAX_KEPT = 1000
 _Difference = tuple[int, Any, Any]
 """Index of an output, and what each of the two runs wrote there."""
 _FILLS = cycle((0x3F, 0xC0))
-"""Bytes that fill memory before an op may allocate it: small numbers in all floating-point types."""
+"""Bytes that fill memory before an op may allocate it:
+small numbers in all floating-point types.
+"""
+
+
+def copied_call(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """Return the arguments of a call, those that it writes replaced by copies.
+
+    Copies the storage of every written argument, and rebuilds each tensor argument on the copy, so
+    arguments that share bytes still do.
+
+    Raises:
+        TypeError: a tensor is sparse, quantised, nested or a negative view, has no data, or is in
+            memory that torch did not align, where kernels may sum in a different order.
+    """
+    scratch = (plan.argument(name, args, kwargs) for name in OPAQUE_WRITES.get(plan.base, ()))
+    written = [
+        *written_arguments(plan, args, kwargs),
+        *(value for value in scratch if isinstance(value, Tensor)),
+    ]
+    tensors = {id(tensor): tensor for tensor in tensors_in((*args, *kwargs.values()))}
+    if not all(map(holds_data, written)) or any(
+        one.is_neg() or is_special(one) for one in (*tensors.values(), *written)
+    ):
+        raise TypeError("its tensors are not strided, or have no data")
+    addresses = {storage_address(tensor.untyped_storage()) for tensor in written}
+    on_storage: dict[int, list[Tensor]] = {}
+    for tensor in tensors.values():
+        if (address := storage_address(tensor.untyped_storage())) in addresses:
+            on_storage.setdefault(address, []).append(tensor)
+    copies: dict[int, Tensor] = {}
+    for group in on_storage.values():
+        if memory_address(group[0]) % _ALIGNMENT:
+            raise TypeError("its memory is not aligned as torch aligns it")
+        storage = group[0].untyped_storage().clone()
+        copies.update((id(tensor), _rebuilt(tensor, storage)) for tensor in group)
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return copies.get(id(value), value)
+        return type(value)(map(replaced, value)) if type(value) in (list, tuple) else value
+
+    return replaced(args), {name: replaced(value) for name, value in kwargs.items()}
+
+
+def _rebuilt(tensor: Tensor, storage: UntypedStorage) -> Tensor:
+    copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    return (copy.conj() if tensor.is_conj() else copy).requires_grad_(tensor.requires_grad)
 
 
 def why_left_out(func: Any, plan: OpPlan) -> str:
@@ -60,22 +124,27 @@ def why_left_out(func: Any, plan: OpPlan) -> str:
     if isinstance(func, OpOverload):
         if not schema_of(func).returns and not plan.writes:
             return "side_effect"
-        if _is_foreign(plan) and any("__torch__" in str(item.type) for item in schema_of(func).arguments):
+        if _is_foreign(plan) and any(
+            "__torch__" in str(item.type) for item in schema_of(func).arguments
+        ):
             return "hidden_state"
     return ""
 
 
 def _is_foreign(plan: OpPlan) -> bool:
-    """Return whether an op runs code outside torch, which may draw from any generator of the process."""
+    """Return whether an op runs code outside torch, which may draw from any
+    generator of the process.
+    """
     return plan.base.partition(".")[0] not in _OWN_NAMESPACES
 
 
 class BitwiseEquivalenceMode:
-    """Run every op of the ``with`` block twice on the same inputs, and report the ops whose bits differ.
+    """Run every op of the ``with`` block twice on the same inputs,
+    and report the ops whose bits differ.
 
-    After a mismatch the mode runs the op a third time; if two of the three runs agree, the mismatch is
-    transient (perhaps a flipped bit in hardware). NaN payloads and signed zeros count. The program
-    gets the results of the first run, with generators and in-place writes as after one run.
+    After a mismatch the mode runs the op a third time; if two of the three runs agree, the mismatch
+    is transient (perhaps a flipped bit in hardware). NaN payloads and signed zeros count. The
+    program gets the results of the first run, with generators and in-place writes as after one run.
     docs/how-to/replay.md lists what the mode leaves out, and the cost.
 
     You can enter a mode again; it then adds to its results.
@@ -106,7 +175,11 @@ class BitwiseEquivalenceMode:
     """
 
     def __init__(
-        self, raise_on_mismatch: bool = False, *, model: nn.Module | None = None, base_phase: str = "forward"
+        self,
+        raise_on_mismatch: bool = False,
+        *,
+        model: nn.Module | None = None,
+        base_phase: str = "forward",
     ) -> None:
         TORCH.require()
         self.is_open = False
@@ -135,14 +208,19 @@ class BitwiseEquivalenceMode:
         """Start a block, such as one step; occurrences are counted from here."""
         if self.is_open:
             raise TraceError(
-                "BitwiseEquivalenceMode is already open, and runs one block at a time. Leave it before you enter it."
+                "BitwiseEquivalenceMode is already open, and runs one block at a time. Leave it "
+                "before you enter it."
             )
         self._calls.clear()
         self.places.phase = self._base_phase
         self.is_open = True
         try:
             self._phases.open()
-            named = [] if self._model is None else [*self._model.named_parameters(remove_duplicate=False)]
+            named = (
+                []
+                if self._model is None
+                else [*self._model.named_parameters(remove_duplicate=False)]
+            )
             self.places.name_parameters(reversed(named))
             self.places.backward.clear()
             self.places.modules.open()
@@ -169,8 +247,9 @@ class BitwiseEquivalenceMode:
         mode, self._mode = self._mode, None
         if mode is not None and (above := mode.leave()) is not None:
             warnings.warn(
-                f"Another dispatch mode ({above}) was opened inside BitwiseEquivalenceMode and left open. All ops up "
-                "to here were compared; the mode is off now. Close the other mode first.",
+                f"Another dispatch mode ({above}) was opened inside BitwiseEquivalenceMode and "
+                "left open. All ops up to here were compared; the mode is off now. Close the other "
+                "mode first.",
                 CoverageWarning,
                 stacklevel=3,
             )
@@ -179,7 +258,9 @@ class BitwiseEquivalenceMode:
         """Return the first 1000 mismatches of all blocks so far, in order."""
         return list(self._mismatches)
 
-    def _op(self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _op(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if id(func) not in self._plans:
             plan = make_plan(func)
             self._plans[id(func)] = plan, why_left_out(func, plan)
@@ -240,9 +321,9 @@ class BitwiseEquivalenceMode:
                 self._mismatches.append(mismatch)
             if self._raises:
                 raise EquivalenceError(
-                    f"{mismatch}. It ran twice on the same inputs with the same generator states; all compared ops "
-                    "before it repeated their bits. Use a deterministic op there (det-callbacks ops lists them), or "
-                    "collect all mismatches with "
+                    f"{mismatch}. It ran twice on the same inputs with the same generator states; "
+                    "all compared ops before it repeated their bits. Use a deterministic op there "
+                    "(det-callbacks ops lists them), or collect all mismatches with "
                     "raise_on_mismatch=False.",
                     mismatch,
                 )
@@ -292,7 +373,9 @@ class _Rerun:
             self.differing = _differing(first, second)
             if self.differing:
                 third = self._again(copies[1])
-                self.is_transient = third is not None and not (_differing(first, third) and _differing(second, third))
+                self.is_transient = third is not None and not (
+                    _differing(first, third) and _differing(second, third)
+                )
         except (TypeError, DetCallbacksError):
             self.reason, self.differing = "unreadable", []
 
@@ -313,16 +396,24 @@ class _Rerun:
             return RewindPoint(passed, with_python=is_foreign)
 
     def _refill_allocator(self, first: Sequence[Any]) -> None:
-        """Have the next run allocate its outputs over different bytes: memory freed last is reused first."""
+        """Have the next run allocate its outputs over different bytes:
+        memory freed last is reused first.
+        """
         written = {id(tensor) for tensor in written_arguments(self._plan, *self._call)}
         with without_function_modes():
             for tensor in first:
-                if isinstance(tensor, Tensor) and id(tensor) not in written and not is_special(tensor):
+                if (
+                    isinstance(tensor, Tensor)
+                    and id(tensor) not in written
+                    and not is_special(tensor)
+                ):
                     size = tensor.untyped_storage().nbytes()
                     torch.empty(size, dtype=torch.uint8, device=tensor.device).fill_(next(_FILLS))
 
     def _again(self, call: Call) -> Sequence[Any] | None:
-        """Run the op again from the same generator states; return what it wrote, or None if it raised."""
+        """Run the op again from the same generator states; return what it wrote,
+        or None if it raised.
+        """
         args, kwargs = call
         if self._before is not None:
             self._before.put_back()

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from det_callbacks.errors import DetCallbacksError
-from det_callbacks.runs.patterns import OpPattern
+from det_callbacks.runs.selection import OpPattern
 
 Judgement = Literal["nondeterministic", "transient"]
 
@@ -17,27 +17,33 @@ class OpMismatch:
 
     Attributes:
         phase: "forward", "backward", "optimizer" or "other".
-        module: qualified name, "" outside any module, "?" if unknown; a backward op has the module of
-            its forward op.
+        module: qualified name, "" outside any module, "?" if unknown;
+            a backward op has the module of its forward op.
         op: ``namespace.op.overload``.
         occurrence: number of earlier calls of the op at this place in the block.
         output: index among what the call wrote: its returns first, then the arguments it wrote.
-        source: up to four lines of user code, innermost first; a backward op has those of its forward
-            op.
+        source: up to four lines of user code, innermost first;
+            a backward op has those of its forward op.
         shape: shape of the first run's output; () for a number.
         dtype: name of its dtype, such as "float32"; for a number, its Python class.
         num_elements: number of its elements.
         num_differing: elements whose bits differ; all of them if shape or dtype differs, or if the
             layout is not strided.
-        max_ulps: largest distance of two finite elements in units in the last place, or None if there
-            are none.
+        max_ulps: largest distance of two finite elements in units in the last place,
+            or None if there are none.
         is_transient: whether the third run agrees with the first or with the second.
 
     Examples:
         >>> with BitwiseEquivalenceMode() as mode:
         ...     _ = noisy(torch.ones(2))
         >>> (mismatch,) = mode.get_mismatches()
-        >>> mismatch.op, mismatch.num_differing, mismatch.num_elements, mismatch.shape, mismatch.dtype
+        >>> (
+        ...     mismatch.op,
+        ...     mismatch.num_differing,
+        ...     mismatch.num_elements,
+        ...     mismatch.shape,
+        ...     mismatch.dtype,
+        ... )
         ('examples.noisy.default', 2, 2, (2,), 'float32')
     """
 
@@ -55,19 +61,22 @@ class OpMismatch:
     is_transient: bool
 
     def __str__(self) -> str:
-        module = {"": "in no submodule", "?": "in an unknown module"}.get(self.module, f"in {self.module}")
+        module = {"": "in no submodule", "?": "in an unknown module"}.get(
+            self.module, f"in {self.module}"
+        )
         place = f" at {self.source[0]}" if self.source else ""
         distance = "" if self.max_ulps is None else f", by up to {self.max_ulps} ULPs"
         third = "; two of three runs agree, so it may be transient" if self.is_transient else ""
         return (
-            f"{self.op} {module}{place} ({self.phase}): {self.num_differing} of {self.num_elements} elements of output "
-            f"{self.output} differ{distance}{third}"
+            f"{self.op} {module}{place} ({self.phase}): {self.num_differing} of "
+            f"{self.num_elements} elements of output {self.output} differ{distance}{third}"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditFinding(OpMismatch):
-    """One op that gave different bits when it ran again, with the fields of its first ``OpMismatch``.
+    """One op that gave different bits when it ran again, with the fields of
+    its first ``OpMismatch``.
 
     Attributes:
         judgement: "transient" if a single call differed, and two of three runs agreed.
@@ -90,7 +99,9 @@ class AuditFinding(OpMismatch):
 
     @classmethod
     def of(cls, mismatches: Sequence[tuple[int, OpMismatch]]) -> "AuditFinding":
-        """Return the finding for the mismatches, each with its step, of one op in one module and phase."""
+        """Return the finding for the mismatches, each with its step,
+        of one op in one module and phase.
+        """
         first = mismatches[0][1]
         calls = {(step, one.occurrence) for step, one in mismatches}
         known = [one.max_ulps for _, one in mismatches if one.max_ulps is not None]
@@ -132,11 +143,15 @@ class AuditReport:
     @property
     def replay(self) -> tuple[str, ...]:
         """Patterns of the nondeterministic ops, for the argument ``replay``."""
-        return tuple(found.pattern for found in self.findings if found.judgement == "nondeterministic")
+        return tuple(
+            found.pattern for found in self.findings if found.judgement == "nondeterministic"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data: ``audit.json``."""
-        form: dict[str, Any] = json.loads(json.dumps({"schema": 1, **asdict(self), "replay": self.replay}))
+        form: dict[str, Any] = json.loads(
+            json.dumps({"schema": 1, **asdict(self), "replay": self.replay})
+        )
         return form
 
 

@@ -29,22 +29,31 @@ DataChange = Literal[
 
 _OTHER_CONTENT = ("transformed", "other data set", "made otherwise", "other")
 _TODO: Mapping[DataChange, str] = {
-    "transformed": "Check what changes the batch between the loader and the model (on_before_batch_transfer and "
-    "on_after_batch_transfer in Lightning)",
+    "transformed": (
+        "Check what changes the batch between the loader and the model (on_before_batch_transfer "
+        "and on_after_batch_transfer in Lightning)"
+    ),
     "reordered": "Check the sampler, the shuffle's seed and the order of the files",
     "drawn": "Check the sampler (its weights, what it sorts by) and the loader's settings",
     "other data set": "Use the same data set, because its length differs",
     "listed otherwise": "Sort the files or samples that the data set lists",
-    "made otherwise": "Check transforms, augmentation, worker seeds, decoding, the data set's generators "
-    "(numpy.random.default_rng()), the data itself (files, labels), and code that changes the loaded batch in place",
-    "other": "Check the samples of the data set, its transforms, and code that changes the loaded batch",
+    "made otherwise": (
+        "Check transforms, augmentation, worker seeds, decoding, the data set's generators "
+        "(numpy.random.default_rng()), the data itself (files, labels), and code that changes the "
+        "loaded batch in place"
+    ),
+    "other": (
+        "Check the samples of the data set, its transforms, and code that changes the loaded batch"
+    ),
 }
 _UNRECORDED = (
-    "No DataLoader gave the batch, and the recorded generators match, so it comes from something that was not "
-    "recorded: a separate generator (numpy.random.default_rng() without a seed), an environment, or a file"
+    "No DataLoader gave the batch, and the recorded generators match, so it comes from something "
+    "that was not recorded: a separate generator (numpy.random.default_rng() without a seed), an "
+    "environment, or a file"
 )
 _SHUFFLE = (
-    "What shuffles the data (a generator, a seed, set_epoch) has to be restored to what it was when the epoch began"
+    "What shuffles the data (a generator, a seed, set_epoch) has to be restored to what it was "
+    "when the epoch began"
 )
 _EPOCH = {"epoch end", "epoch start"}
 _TORCH_CPU = "torch.cpu"  # torch's generator of the process
@@ -70,7 +79,9 @@ def batch_reads(graph: Graph, node: Node) -> Iterator[Node]:
     elif batch.indices is not None or graph.loader_settings:
         # otherwise something may have changed it after that
         is_other = batch.is_loaded_alike is False or batch.indices not in (None, "same")
-        yield Node(kind="loaded", name=_loader_of(graph), step=node.step, moment="data", is_proven=is_other)
+        yield Node(
+            kind="loaded", name=_loader_of(graph), step=node.step, moment="data", is_proven=is_other
+        )
     else:
         yield from moved_before(graph)
         yield _outside(node, "the source of the batch", "data", is_proven=False)
@@ -80,7 +91,13 @@ def loaded_reads(graph: Graph, node: Node) -> Iterator[Node]:
     batch = graph.evidence.batch
     if batch.indices not in (None, "same"):
         _, _, reference, current = batch.first_index or ("", 0, None, None)
-        yield Node(kind="indices", name=node.name, step=node.step, moment="data", values=(reference, current))
+        yield Node(
+            kind="indices",
+            name=node.name,
+            step=node.step,
+            moment="data",
+            values=(reference, current),
+        )
         return
     yield from indices_read(graph, node)
     yield _outside(node, "the samples of the data set", "data", is_proven=False)
@@ -95,9 +112,17 @@ def indices_read(graph: Graph, node: Node) -> Iterator[Node]:
 def epoch_in_one_run(graph: Graph, step: int) -> Node | None:
     """Return the end of an epoch that only one run had before the step, or None."""
     for change in filter(graph.is_before_step, graph.evidence.generators):
-        for side, points in ("the reference", change.only_reference), ("the current run", change.only_current):
+        for side, points in (
+            ("the reference", change.only_reference),
+            ("the current run", change.only_current),
+        ):
             if not _EPOCH.isdisjoint(points):
-                return Node(kind="boundary", name=f"the end of an epoch, only in {side}", step=step, moment="epoch end")
+                return Node(
+                    kind="boundary",
+                    name=f"the end of an epoch, only in {side}",
+                    step=step,
+                    moment="epoch end",
+                )
     return None
 
 
@@ -135,7 +160,8 @@ def another_epoch(graph: Graph, walk: Walk) -> Explanation | None:
 
 
 def drawn_before_data(graph: Graph, walk: Walk) -> Explanation | None:
-    """The batch differs because something drew from a generator before the sampler did, or a resume did not restore it.
+    """The batch differs because something drew from a generator before the sampler did,
+    or a resume did not restore it.
 
     Causes: rng, data_order
 
@@ -150,17 +176,26 @@ def drawn_before_data(graph: Graph, walk: Walk) -> Explanation | None:
         return Explanation(cause="rng", advice=advise_draws(graph))
     if not graph.is_resumed or "rng" not in graph.source_phases:
         return None
-    # a generator that was not restored shuffles differently, or draws and augments different samples
+    # a generator that was not restored shuffles differently, or draws and
+    # augments different samples
     advice = restore_generators(graph) if change is None else advise_draws(graph)
     if graph.has_equal_samples:
-        return Explanation(cause="data_order", advice=advice) if _is_shuffle_unrestored(graph) else None
+        return (
+            Explanation(cause="data_order", advice=advice)
+            if _is_shuffle_unrestored(graph)
+            else None
+        )
     has_place = graph.evidence.batch.is_whole and graph.evidence.batch.has_loader
     return None if has_place else Explanation(cause="rng", advice=advice)
 
 
 def _is_shuffle_unrestored(graph: Graph) -> bool:
-    """Return whether a resume did not restore the generator of the shuffle, which both runs seeded equally."""
-    unrestored = (one for one in graph.evidence.generators if one.equal_at is None and not one.is_reseeded)
+    """Return whether a resume did not restore the generator of the shuffle,
+    which both runs seeded equally.
+    """
+    unrestored = (
+        one for one in graph.evidence.generators if one.equal_at is None and not one.is_reseeded
+    )
     batch = graph.evidence.batch
     is_other_shuffle = batch.is_process_shuffle and batch.indices != "same"
     return is_other_shuffle and any(change.name == _TORCH_CPU for change in unrestored)
@@ -177,9 +212,13 @@ def batch(graph: Graph, walk: Walk) -> Explanation:
         samples that the data set lists.
     """
     if any(setting == "batch_size" for _, setting in graph.loader_settings):
-        return Explanation(cause="settings", advice=advise_on_batch(graph, "Use the reference's batch size"))
+        return Explanation(
+            cause="settings", advice=advise_on_batch(graph, "Use the reference's batch size")
+        )
     is_other_content = _data_change(graph) in _OTHER_CONTENT
-    return Explanation(cause="data_content" if is_other_content else "data_order", advice=_advise(graph))
+    return Explanation(
+        cause="data_content" if is_other_content else "data_order", advice=_advise(graph)
+    )
 
 
 def _data_change(graph: Graph) -> DataChange:
@@ -199,9 +238,13 @@ def _advise(graph: Graph) -> str:
     batch, how = graph.evidence.batch, _data_change(graph)
     changes = [*filter(graph.is_before_step, graph.evidence.generators)]
     if graph.is_resumed and batch.is_whole:
-        return f"It holds the samples of step {batch.found_at} of the reference{_place_in_data(batch)}"
+        return (
+            f"It holds the samples of step {batch.found_at} of the reference{_place_in_data(batch)}"
+        )
     if graph.is_resumed and how == "drawn" and batch.has_loader:
-        of_stream = ". The state of a stream may lack what waits in its shuffle buffer" * (batch.indices is None)
+        of_stream = ". The state of a stream may lack what waits in its shuffle buffer" * (
+            batch.indices is None
+        )
         return advise_on_batch(graph, f"Restore the position in the data. {_SHUFFLE}{of_stream}")
     is_unrecorded = how == "drawn" or (how == "other" and not batch.num_same)
     if is_unrecorded and not (batch.has_loader or changes):
@@ -213,7 +256,10 @@ def _advise(graph: Graph) -> str:
     idle = [change.name for change in graph.evidence.idle] if graph.is_first_seen else []
     # the first batch was loaded before the first step
     if how in ("made otherwise", "other") and idle and batch.has_loader:
-        may = f"the states of {listed(idle)} differed when the fit started, so seed them if the samples use them"
+        may = (
+            f"the states of {listed(idle)} differed when the fit started, so seed them if the "
+            "samples use them"
+        )
         return f"{advise_on_batch(graph, _TODO[how])}; {may}"
     is_other_shuffle = how == "drawn" and batch.indices == "other" and not graph.loader_settings
     change = next(iter(changes), None)
@@ -224,7 +270,9 @@ def _advise(graph: Graph) -> str:
 
 
 def _place_in_data(batch: BatchChange) -> str:
-    """Return what the place of a batch that a resumed run got says, and what to do, after "of the reference"."""
+    """Return what the place of a batch that a resumed run got says, and what to do,
+    after "of the reference".
+    """
     own, place = batch.places
     if not batch.has_loader:
         return ", and no DataLoader gave it: restore what it is drawn with, before it is drawn"
@@ -232,15 +280,25 @@ def _place_in_data(batch: BatchChange) -> str:
         return f", at this place in epoch {batch.epoch}, so the order was not restored. {_SHUFFLE}"
     if batch.is_other_epoch:
         first = "the first of" if place == 0 else f"at place {place} of"
-        return f", {first} epoch {batch.epoch}. Skip the {count(own, 'trained batch')} of the epoch. {_SHUFFLE}"
+        return (
+            f", {first} epoch {batch.epoch}. Skip the {count(own, 'trained batch')} of the epoch. "
+            f"{_SHUFFLE}"
+        )
     if place == 0:
         which = "it" if own == 1 else f"the {own} trained batches"
         return f", the first of the epoch, so the loader started again: skip {which}"
     if place < own:
-        which = "the last trained batch was" if own - place == 1 else f"the last {own - place} trained batches were"
+        which = (
+            "the last trained batch was"
+            if own - place == 1
+            else f"the last {own - place} trained batches were"
+        )
         return f", so {which} loaded again: skip {own} batches of the epoch"
     number = place - own
-    return f", so {count(number, 'batch')} too many {'was' if number == 1 else 'were'} skipped: skip {own} of the epoch"
+    return (
+        f", so {count(number, 'batch')} too many {'was' if number == 1 else 'were'} skipped: skip "
+        f"{own} of the epoch"
+    )
 
 
 def batch_lines(graph: Graph) -> list[str]:
@@ -253,7 +311,9 @@ def batch_lines(graph: Graph) -> list[str]:
 
 
 def advise_on_batch(graph: Graph, todo: str) -> str:
-    """Return the settings of the loader that differ, or the first fact on the batch, and then what to do."""
+    """Return the settings of the loader that differ, or the first fact on the batch,
+    and then what to do.
+    """
     of_batch = _of_batch(graph) if graph.has_other_data else []
     reasons = _of_loader(graph) or [capitalised(one) for one in of_batch[:1]]
     if not reasons:
@@ -274,12 +334,19 @@ def _of_batch(graph: Graph) -> list[str]:
     if batch.indices is not None:
         found.append(f"the sampler drew {_DREW[batch.indices]}")
     if batch.is_loaded_alike is not None:
-        found.append("the loader's output matches" if batch.is_loaded_alike else "the loader's output differs")
+        found.append(
+            "the loader's output matches"
+            if batch.is_loaded_alike
+            else "the loader's output differs"
+        )
     if batch.found_at is not None:
         which = "all of its samples are" if batch.is_whole else "one of its samples is"
         found.append(f"{which} at step {batch.found_at} of the reference")
     elif batch.was_searched and batch.indices != "cut":
-        same = f"{batch.num_same} of {batch.num_samples} recorded samples match this step of the reference"
+        same = (
+            f"{batch.num_same} of {batch.num_samples} recorded samples match this step of the "
+            "reference"
+        )
         found.append(same if batch.num_same else "the reference recorded none of its samples")
     if batch.first_index is not None and batch.indices != "cut":
         loader, position, reference, current = batch.first_index

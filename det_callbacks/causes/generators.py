@@ -18,28 +18,44 @@ from det_callbacks.runs.evidence import (
 from det_callbacks.text import capitalised, listed
 
 _OF_ANOTHER_MODEL = (
-    "Only the current run has a dropout there, of a model outside the recorded one: compare its train() or eval() mode"
+    "Only the current run has a dropout there, of a model outside the recorded one: compare its "
+    "train() or eval() mode"
 )
 _RESTORED_WHEN: Mapping[str, str] = {
     "lightning": ', or pass ckpt_path to fit with resume="exact"',
-    "accelerate": ". load_state restores them, and a loader that starts after it draws from them again: call it once "
-    "the first batch is loaded",
-    "transformers": ". The Trainer restores them after it loads the first batch: let the data set draw from a "
-    "generator that it seeds with the sample's index",
+    "accelerate": (
+        ". load_state restores them, and a loader that starts after it draws from them again: call "
+        "it once the first batch is loaded"
+    ),
+    "transformers": (
+        ". The Trainer restores them after it loads the first batch: let the data set draw from a "
+        "generator that it seeds with the sample's index"
+    ),
 }
-_VALIDATION = "on_validation_epoch_start on_validation_batch_start on_validation_batch_end on_validation_epoch_end"
+_VALIDATION = (
+    "on_validation_epoch_start on_validation_batch_start on_validation_batch_end "
+    "on_validation_epoch_end"
+)
 _AFTER: Mapping[str, tuple[str, str, str]] = {
-    # point -> our hook in which it is read (callbacks listed after ours are called after it, the others before),
-    # what runs after it, and the hooks that are called there
+    # point -> our hook in which it is read (callbacks listed after ours are called after it, the
+    # others before), what runs after it, and the hooks that are called there
     "fit start": ("", "the set-up of the data", "on_train_start"),
-    "before the sanity check": ("on_sanity_check_start", "the sanity check", f"on_validation_start {_VALIDATION}"),
+    "before the sanity check": (
+        "on_sanity_check_start",
+        "the sanity check",
+        f"on_validation_start {_VALIDATION}",
+    ),
     "after the sanity check": ("on_sanity_check_end", "", "on_train_start"),
     "epoch start": ("on_train_epoch_start", "", ""),
     LOADER: ("", "the start of the loader's iterators", ""),
     DRAWING: ("", "the loading of the batch, and code between it and the step", ""),
     BATCH_START: ("on_train_batch_start", "the forward pass", "on_before_zero_grad"),
     AFTER_FORWARD: ("on_before_backward", "the backward pass", ""),
-    AFTER_BACKWARD: ("on_after_backward", "code after the backward pass", "on_before_optimizer_step"),
+    AFTER_BACKWARD: (
+        "on_after_backward",
+        "code after the backward pass",
+        "on_before_optimizer_step",
+    ),
     BATCH_END: ("on_train_batch_end", "", ""),
     "before validation": ("on_validation_start", "validation", _VALIDATION),
     "after validation": ("on_validation_end", "", ""),
@@ -52,12 +68,16 @@ _WITHIN_STEP = (BATCH_START, AFTER_FORWARD, AFTER_BACKWARD, BATCH_END)
 
 
 def moved_within(graph: Graph) -> Iterator[Node]:
-    """Yield the generators that moved otherwise within the step; which op drew from them was not recorded."""
+    """Yield the generators that moved otherwise within the step;
+    which op drew from them was not recorded.
+    """
     step = graph.difference.step
     of_row = {row: graph.difference.site(row).of for row in graph.drawn_within}
     found = {change.name: change for change in graph.evidence.generators}
     for name in of_row.values():
-        yield generator_node(found[name], is_proven=False) if name in found else _unknown(name, step)
+        yield (
+            generator_node(found[name], is_proven=False) if name in found else _unknown(name, step)
+        )
     for name, change in found.items():
         if name not in of_row.values() and change.equal_at == (step, BATCH_START):
             yield generator_node(change, is_proven=False)
@@ -68,7 +88,9 @@ def _unknown(name: str, step: int) -> Node:
 
 
 def moved_before(graph: Graph) -> Iterator[Node]:
-    """Yield the generators that differed when the batch was drawn; that it was drawn from them is not recorded."""
+    """Yield the generators that differed when the batch was drawn;
+    that it was drawn from them is not recorded.
+    """
     for change in graph.evidence.generators:
         if graph.is_before_step(change):
             yield generator_node(change, is_proven=False)
@@ -81,11 +103,20 @@ def checkpoint(graph: Graph) -> Node:
 
 def generator_node(change: GeneratorChange, *, is_proven: bool) -> Node:
     step, point = change.differs_at
-    return Node(kind="generator", name=change.name, step=step, moment=point, change=change, is_proven=is_proven)
+    return Node(
+        kind="generator",
+        name=change.name,
+        step=step,
+        moment=point,
+        change=change,
+        is_proven=is_proven,
+    )
 
 
 def reseeded(graph: Graph) -> Iterator[Node]:
-    """Yield the seeds that differ, of generators that what ran before the fit may have drawn from."""
+    """Yield the seeds that differ, of generators that what ran before the fit
+    may have drawn from.
+    """
     for change in graph.evidence.other_starts:
         if change.is_reseeded:
             yield _seed(change, is_proven=False)
@@ -98,12 +129,21 @@ def change_reads(graph: Graph, change: GeneratorChange) -> Iterator[Node]:
     elif graph.is_resumed and change.equal_at is None:
         yield checkpoint(graph)
     elif change.equal_at is None or change.has_other_start:
-        name = f"draws from {change.name}" if change.seeds is not None else f"another state of {change.name}"
+        name = (
+            f"draws from {change.name}"
+            if change.seeds is not None
+            else f"another state of {change.name}"
+        )
         yield Node(kind="outside", name=name, step=graph.difference.step, moment="before the fit")
     else:
-        ran = listed(dict.fromkeys(what_ran((*change.points, change.differs_at[1]), graph.evidence)))
+        ran = listed(
+            dict.fromkeys(what_ran((*change.points, change.differs_at[1]), graph.evidence))
+        )
         sides = {"the reference": change.only_reference, "the current run": change.only_current}
-        only = listed((f"only in {side}: {', '.join(points)}" for side, points in sides.items() if points), "; ")
+        only = listed(
+            (f"only in {side}: {', '.join(points)}" for side, points in sides.items() if points),
+            "; ",
+        )
         step, point = change.equal_at
         yield Node(
             kind="boundary",
@@ -130,7 +170,8 @@ def _seed(change: GeneratorChange, *, is_proven: bool = True) -> Node:
 
 
 def generator(graph: Graph, walk: Walk) -> Explanation:
-    """The state of a generator differs first, or only the current run has an op that draws from one.
+    """The state of a generator differs first, or only the current run has
+    an op that draws from one.
 
     Causes: rng
 
@@ -151,10 +192,14 @@ def advise_draws(graph: Graph) -> str:
         module = graph.first.divergence.module
         if module in ("", "?"):
             is_dropout = any(word in graph.first.divergence.op for word in ("dropout", "bernoulli"))
-            return _OF_ANOTHER_MODEL if is_dropout else "Remove the draw, or record the reference again"
+            return (
+                _OF_ANOTHER_MODEL
+                if is_dropout
+                else "Remove the draw, or record the reference again"
+            )
         return (
-            f"Only the current run draws in {module}: compare its train() or eval() mode, and the arguments "
-            "of its dropout"
+            f"Only the current run draws in {module}: compare its train() or eval() mode, and the "
+            "arguments of its dropout"
         )
     if drawn is not None:
         return keep_from_drawing(drawn, graph.evidence)
@@ -169,13 +214,15 @@ def advise_draws(graph: Graph) -> str:
 
 def restore_generators(graph: Graph) -> str:
     return (
-        "The resume did not restore the generators to what they were before this batch was loaded: save their states "
-        "with the checkpoint, and restore them before the first batch is loaded"
+        "The resume did not restore the generators to what they were before this batch was loaded: "
+        "save their states with the checkpoint, and restore them before the first batch is loaded"
     ) + _RESTORED_WHEN.get(graph.framework, "")
 
 
 def draws_in_one_run(graph: Graph) -> bool:
-    """Return whether the first difference is an op that only the current run has, and that draws."""
+    """Return whether the first difference is an op that only the current run has,
+    and that draws.
+    """
     first = graph.first.divergence
     return first.kind == "extra" and bool(first.op) and graph.draws(graph.first.row)
 
@@ -195,8 +242,12 @@ def drawn_in_one_run(graph: Graph, walk: Walk) -> Explanation | None:
 
 def consumed(graph: Graph) -> GeneratorChange | None:
     """Return the generator from which something other than the data drew in only one run."""
-    since = (one for one in graph.evidence.generators if one.equal_at is not None and not one.is_reseeded)
-    others = (one for one in since if one.points[0] not in (LOADER, DRAWING) and not one.has_other_start)
+    since = (
+        one for one in graph.evidence.generators if one.equal_at is not None and not one.is_reseeded
+    )
+    others = (
+        one for one in since if one.points[0] not in (LOADER, DRAWING) and not one.has_other_start
+    )
     return next(others, None)
 
 
@@ -208,7 +259,10 @@ def show_change(change: GeneratorChange, evidence: Evidence) -> str:
             return show_start(change)
         return f"the generator {change.name} already differs {_moment(change.differs_at)}{why}"
     if change.has_other_start:
-        use = f"the fit had not drawn from it {_moment(change.equal_at)}, but had {_moment(change.differs_at)}"
+        use = (
+            f"the fit had not drawn from it {_moment(change.equal_at)}, but had "
+            f"{_moment(change.differs_at)}"
+        )
         return f"{show_start(change)}; {use}; what ran in between: {_shown(change, evidence)}"
     matches = f"matches {_moment(change.equal_at)} and differs {_moment(change.differs_at)}"
     text = f"the generator {change.name} {matches}{why}"
@@ -226,13 +280,20 @@ def show_start(change: GeneratorChange) -> str:
     """Return that a generator started in a different state."""
     if change.is_reseeded:
         return f"the generator {change.name} was {_seeded(change)}"
-    return f"the generator {change.name} had a different state when the fit started{_why_it_differs(change)}"
+    return (
+        f"the generator {change.name} had a different state when the fit "
+        f"started{_why_it_differs(change)}"
+    )
 
 
 def _why_it_differs(change: GeneratorChange) -> str:
     if change.seeds is None:
         return ""
-    return f": {_seeded(change)}" if change.is_reseeded else ": a different number of draws from the same seed"
+    return (
+        f": {_seeded(change)}"
+        if change.is_reseeded
+        else ": a different number of draws from the same seed"
+    )
 
 
 def _seeded(change: GeneratorChange) -> str:
@@ -249,7 +310,10 @@ def keep_from_drawing(change: GeneratorChange, evidence: Evidence) -> str:
 
 def _shown(change: GeneratorChange, evidence: Evidence, separator: str = ", ") -> str:
     ran = what_ran((*change.points, change.differs_at[1]), evidence)
-    return separator.join(dict.fromkeys(ran)) or f"code outside {'all hooks' if evidence.hooks else 'the steps'}"
+    return (
+        separator.join(dict.fromkeys(ran))
+        or f"code outside {'all hooks' if evidence.hooks else 'the steps'}"
+    )
 
 
 def what_ran(points: Sequence[str], evidence: Evidence) -> Iterator[str]:
@@ -266,7 +330,9 @@ def what_ran(points: Sequence[str], evidence: Evidence) -> Iterator[str]:
 
 
 def users_of(hook: str, evidence: Evidence, *orders: str) -> Iterator[str]:
-    """Yield "A.on_train_start", "B.on_train_start" for the callbacks with a hook, called before or after ours."""
+    """Yield "A.on_train_start", "B.on_train_start" for the callbacks with a hook,
+    called before or after ours.
+    """
     for order in orders:
         names = evidence.hooks.get((hook, order), "")
         yield from (f"{name}.{hook}" for name in names.split(", ") if name)

@@ -1,4 +1,6 @@
-"""The first step that differs, as a graph: its rows, the rows that explain them, and a walk from one to the other."""
+"""The first step that differs, as a graph: its rows, the rows that explain them,
+and a walk from one to the other.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,14 +16,17 @@ from det_callbacks.verdict import Cause, EnvironmentDifference, TrailKind
 
 _AFTER_BATCH_START = (AFTER_FORWARD, AFTER_BACKWARD, BATCH_END)
 _STARTS_BACKWARD = "aten.ones_like.default"
-"""The gradient of a loss with respect to itself: ``torch.autograd`` makes it before its engine runs."""
+"""The gradient of a loss with respect to itself: ``torch.autograd`` makes
+it before its engine runs.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
     """Something that a step depended on, in both runs.
 
-    ``row`` is its row of the step, ``change`` how a generator changed; a node has at most one of them.
+    ``row`` is its row of the step, ``change`` how a generator changed;
+    a node has at most one of them.
     """
 
     kind: TrailKind
@@ -36,7 +41,9 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Walk:
-    """The nodes from the first difference back to what it came from, which reads nothing that differs."""
+    """The nodes from the first difference back to what it came from,
+    which reads nothing that differs.
+    """
 
     nodes: tuple[Node, ...]
 
@@ -65,16 +72,20 @@ class Graph:
     """The first step that differs, and what explains it."""
 
     difference: StepDifference
-    choices: Sequence[EnvironmentDifference]  # settings that differ and can change the bits of a step
+    # settings that differ and can change the bits of a step
+    choices: Sequence[EnvironmentDifference]
     is_first_seen: bool  # whether the step is the first recorded one of its fit
-    is_after_unrecorded: bool  # whether the previous step was not recorded, and no resume came in between
+    # whether the previous step was not recorded, and no resume came in between
+    is_after_unrecorded: bool
     is_resumed: bool  # one of the runs had just been resumed from a checkpoint
-    unrestored: Sequence[str]  # restored state that differs from what the reference's previous step left
+    # restored state that differs from what the reference's previous step left
+    unrestored: Sequence[str]
     evidence: Evidence
     shows_rank: bool  # several processes ran
     framework: str = "torch"  # what trained the current run, see ``framework_of``
     resumed_at: int | None = None  # the last step, up to this one, with which a run resumed
-    is_last: tuple[bool, bool]  # whether the reference, and the current run, recorded no later step of the fit
+    # whether the reference, and the current run, recorded no later step of the fit
+    is_last: tuple[bool, bool]
 
     # what differs
 
@@ -95,7 +106,9 @@ class Graph:
 
     @property
     def is_other_call(self) -> bool:
-        """Whether the leading op was called otherwise, or gave another shape, or ran in one run only."""
+        """Whether the leading op was called otherwise, or gave another shape,
+        or ran in one run only.
+        """
         return self.leading.divergence.kind != "content" or self.leading.layouts is not None
 
     # what the step started with
@@ -104,7 +117,9 @@ class Graph:
     def sources(self) -> list[RowDifference]:
         """The differences that the step started with, before its first origin."""
         rows = [row for row in self.difference.starting("outside") if row not in self.drawn_within]
-        return [self.difference.at(row) for row in rows if self.origin is None or row < self.origin.row]
+        return [
+            self.difference.at(row) for row in rows if self.origin is None or row < self.origin.row
+        ]
 
     @property
     def source_phases(self) -> tuple[str, ...]:
@@ -117,14 +132,22 @@ class Graph:
 
     @property
     def loader_settings(self) -> dict[tuple[str, str], tuple[str, str]]:
-        """The settings of loaders that differ; a resume may skip batches with a loader that is not followed."""
+        """The settings of loaders that differ; a resume may skip batches with a
+        loader that is not followed.
+        """
         settings = self.evidence.batch.settings.items()
-        return {part: values for part, values in settings if not (self.is_resumed and "none" in values)}
+        return {
+            part: values for part, values in settings if not (self.is_resumed and "none" in values)
+        }
 
     @cached_property
     def drawn_within(self) -> list[int]:
         """The rows of generators that differ after the step, if other rows differ before them."""
-        rows = [row for row in self.difference.rows_after_step if self.difference.start(row) == "outside"]
+        rows = [
+            row
+            for row in self.difference.rows_after_step
+            if self.difference.start(row) == "outside"
+        ]
         return [row for row in rows if row != self.first.row]
 
     @property
@@ -133,7 +156,9 @@ class Graph:
         first = self.first.divergence
         if first.op or first.kind != "content":
             return False
-        since_start = (one.equal_at == (first.step, BATCH_START) for one in self.evidence.generators)
+        since_start = (
+            one.equal_at == (first.step, BATCH_START) for one in self.evidence.generators
+        )
         return bool(self.drawn_within) or (first.phase == "forward" and any(since_start))
 
     @property
@@ -153,20 +178,28 @@ class Graph:
 
     @cached_property
     def initial_names(self) -> list[str]:
-        rows = np.flatnonzero(self.difference.is_leading & (self.difference.roles == "named")).tolist()
+        rows = np.flatnonzero(
+            self.difference.is_leading & (self.difference.roles == "named")
+        ).tolist()
         sites = [self.difference.site(row) for row in rows if self.is_state(row)]
         return [site.name or "" for site in sites if site.subject != "further"]
 
     def is_state(self, row: int) -> bool:
-        """Return whether a row is a tensor of the state as the step found it: listed before it, or read first."""
+        """Return whether a row is a tensor of the state as the step found it: listed
+        before it, or read first.
+        """
         site = self.difference.site(row)
-        is_listed = site.role == "named" and site.phase == "state" and bool(self.difference.is_leading[row])
+        is_listed = (
+            site.role == "named" and site.phase == "state" and bool(self.difference.is_leading[row])
+        )
         return not site.op and site.name is not None and (site.role == "input" or is_listed)
 
     @property
     def further(self) -> list[str]:
         """Names of differing state that belongs to neither model nor optimizers."""
-        names = (source.site.name or "" for source in self.sources if source.site.subject == "further")
+        names = (
+            source.site.name or "" for source in self.sources if source.site.subject == "further"
+        )
         return list(dict.fromkeys(names))
 
     @property
@@ -176,21 +209,34 @@ class Graph:
         If the sampler drew the same indices and only some tensors differ, labels were swapped.
         """
         difference = self.difference
-        tensors = [one for one in self.sources if one.divergence.phase == "data" and one.site.role != "samples"]
+        tensors = [
+            one
+            for one in self.sources
+            if one.divergence.phase == "data" and one.site.role != "samples"
+        ]
         # a digest of its samples without their order follows each tensor
         after = [tensor.row + 1 for tensor in tensors]
-        samples = [row < len(difference.roles) and difference.roles[row] == "samples" for row in after]
+        samples = [
+            row < len(difference.roles) and difference.roles[row] == "samples" for row in after
+        ]
         are_content = all(tensor.divergence.kind == "content" for tensor in tensors)
         num_recorded = np.count_nonzero(difference.roles == "samples")
         if self.evidence.batch.indices == "same" and len(tensors) < num_recorded:
             return False
-        return bool(tensors) and are_content and all(samples) and difference.kinds.keys().isdisjoint(after)
+        return (
+            bool(tensors)
+            and are_content
+            and all(samples)
+            and difference.kinds.keys().isdisjoint(after)
+        )
 
     # what the step computed
 
     @cached_property
     def gradients(self) -> list[list[str]]:
-        """Names of the gradients that the optimizers got, in the reference and in the current run."""
+        """Names of the gradients that the optimizers got, in the reference and
+        in the current run.
+        """
         programs = self.difference.reference.program, self.difference.current.program
         return [_gradient_names(program) for program in programs]
 
@@ -205,16 +251,23 @@ class Graph:
         return any(site.role == "generator" for site in self.difference.sites_read(row))
 
     def is_of_update(self, row: int) -> bool:
-        """Return whether a row is of an optimizer's update, which its options affect: an op of it, or what it leaves.
+        """Return whether a row is of an optimizer's update, which its options affect:
+        an op of it, or what it leaves.
 
-        Around an optimizer that takes a closure, its ops have phase gradient, and write parameters or their state.
+        Around an optimizer that takes a closure, its ops have phase gradient,
+        and write parameters or their state.
         """
         site = self.difference.site(row)
         if not site.op:  # below level op only the updated state shows the update
             return site.phase in ("optimizer", "state")
         is_called_otherwise = self.difference.kinds.get(row) != "content"
-        is_written = site.name is not None and site.name not in {*self.gradients[0], *self.gradients[1]}
-        return is_called_otherwise and (site.phase == "optimizer" or (site.phase == "gradient" and is_written))
+        is_written = site.name is not None and site.name not in {
+            *self.gradients[0],
+            *self.gradients[1],
+        }
+        return is_called_otherwise and (
+            site.phase == "optimizer" or (site.phase == "gradient" and is_written)
+        )
 
 
 def _gradient_names(program: Program) -> list[str]:

@@ -1,4 +1,6 @@
-"""Ops, gradients and tensors of a step that differ, although nothing before the step explains it."""
+"""Ops, gradients and tensors of a step that differ, although nothing before
+the step explains it.
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,25 +23,31 @@ _OF_PHASE: Mapping[str, Cause] = {
 
 _CHECK_CALLS = "Check what calls optimizer.step(): a condition or a gradient scaler may skip it"
 _SORT = (
-    "They are the reference's in a different order, so sort what is iterated over: a set (whose order depends on "
-    "PYTHONHASHSEED), or the files of a folder"
+    "They are the reference's in a different order, so sort what is iterated over: a set (whose "
+    "order depends on PYTHONHASHSEED), or the files of a folder"
 )
 _LOST_VALUE = (
-    "Everything recorded that the checkpoint restores matches, so a Python value that it does not hold may differ"
+    "Everything recorded that the checkpoint restores matches, so a Python value that it does not "
+    "hold may differ"
 )
 _SAVE_VALUE: Mapping[str, str] = {
     "lightning": "save that value with on_save_checkpoint and on_load_checkpoint, or in a buffer",
-    "transformers": "the Trainer's sum of the losses since it last logged is one. Let logging_steps divide save_steps, "
-    "or add det_callbacks.huggingface.DeterminismCallback, which leaves that sum out",
+    "transformers": (
+        "the Trainer's sum of the losses since it last logged is one. Let logging_steps divide "
+        "save_steps, or add det_callbacks.huggingface.DeterminismCallback, which leaves that sum "
+        "out"
+    ),
     "torch": "save that value with the checkpoint, or keep it in a buffer",
 }
 _FROM_OUTSIDE = (
-    "Check the code outside the step that computes it (labels, a loss scale, noise), and seed it if it is random"
+    "Check the code outside the step that computes it (labels, a loss scale, noise), and seed it "
+    "if it is random"
 )
 
 
 def other_gradients(graph: Graph, walk: Walk) -> Explanation | None:
-    """An optimizer got gradients more often in one run, for different parameters, or in a different order.
+    """An optimizer got gradients more often in one run, for different parameters,
+    or in a different order.
 
     Causes: optimizer
 
@@ -66,7 +74,10 @@ def _other_updates(graph: Graph) -> tuple[str, str] | None:
     if not (reference and current) or Counter(reference) == Counter(current):
         return None
     if len(graph.evidence.optimizers) == 1:
-        times = f"{count(len(reference), 'time')} in the reference and {count(len(current), 'time')} in the current run"
+        times = (
+            f"{count(len(reference), 'time')} in the reference and {count(len(current), 'time')} "
+            "in the current run"
+        )
         return f"the optimizer got its gradients {times}", _CHECK_CALLS
     for longer, shorter, updated, idle in (
         (reference, current, "reference", "current run"),
@@ -87,17 +98,27 @@ def _other_parameters(graph: Graph) -> tuple[str, str] | None:
     if in_one_run and not (reference and current):
         updated, idle = ("reference", "current run") if reference else ("current run", "reference")
         num_gradients = count(len({*reference, *current}), "gradient")
-        return f"the optimizer updated nothing in the {idle}, and got {num_gradients} in the {updated}", _CHECK_CALLS
+        return (
+            (
+                f"the optimizer updated nothing in the {idle}, and got {num_gradients} in the "
+                f"{updated}"
+            ),
+            _CHECK_CALLS,
+        )
     if in_one_run:
-        counts = f"{len({*reference})} gradients in the reference and {len({*current})} in the current run"
+        counts = (
+            f"{len({*reference})} gradients in the reference and {len({*current})} in the current "
+            "run"
+        )
         advice = (
-            "Pass the optimizer the same parameters in the same order: check where the script builds the optimizer, "
-            "and requires_grad"
+            "Pass the optimizer the same parameters in the same order: check where the script "
+            "builds the optimizer, and requires_grad"
         )
         return f"the optimizer got {counts}; only one run has {listed(in_one_run)}", advice
     if len(reference) == len(current):
         advice = (
-            "Pass the optimizer the same parameters in the same order, and step several optimizers in the same order"
+            "Pass the optimizer the same parameters in the same order, and step several optimizers "
+            "in the same order"
         )
         return "the optimizer got the same gradients in a different order", advice
     return None
@@ -151,7 +172,8 @@ def structure(graph: Graph, walk: Walk) -> Explanation | None:
 
 
 def first_difference(graph: Graph, walk: Walk) -> Explanation:
-    """Nothing earlier explains it: the cause is the phase of the origin, or of the first difference if that is unknown.
+    """Nothing earlier explains it: the cause is the phase of the origin,
+    or of the first difference if that is unknown.
 
     Causes: forward, backward, optimizer, collective, unknown
 
@@ -166,7 +188,7 @@ def cause_of_first(graph: Graph) -> Cause:
     """Return the phase of the origin, or of the first difference if there is no origin."""
     first = graph.first
     if graph.origin is None and first.site.role in ("delivered", "graph_output"):
-        return "unknown"  # the other ranks know more of a collective: ``compare/collectives.py``
+        return "unknown"  # the other ranks know more of a collective: ``compare/ranks.py``
     if graph.origin is None and first.site.role == "named" and first.divergence.phase == "state":
         return _cause_of_state_left(graph)
     found = graph.leading
@@ -180,7 +202,9 @@ def cause_of_first(graph: Graph) -> Cause:
 
 
 def _cause_of_state_left(graph: Graph) -> Cause:
-    """Return the cause of state that only differs after the step: the optimizer owns what has a gradient."""
+    """Return the cause of state that only differs after the step:
+    the optimizer owns what has a gradient.
+    """
     reference, current = graph.gradients
     gradients = {*reference, *current}
     if _is_of_parameter(graph.first) or f"grad of {graph.first.divergence.name}" in gradients:
@@ -189,13 +213,17 @@ def _cause_of_state_left(graph: Graph) -> Cause:
 
 
 def _is_between_passes(graph: Graph) -> bool:
-    """Return whether the origin, or the first difference, ran between a forward pass and its backward pass."""
+    """Return whether the origin, or the first difference, ran between a forward
+    pass and its backward pass.
+    """
     program, position = graph.difference.side(graph.leading.row)
     if program.sites[position].phase != "other":
         return False
     before = (site.phase for site in reversed(program.sites[:position]) if site.op)
     after = (site.phase for site in program.sites[position:] if site.op)  # the loss has a row there
-    passes = [next((phase for phase in phases if phase in _OF_PHASE), None) for phases in (before, after)]
+    passes = [
+        next((phase for phase in phases if phase in _OF_PHASE), None) for phases in (before, after)
+    ]
     return passes == ["forward", "backward"]
 
 
@@ -205,7 +233,9 @@ def _is_of_parameter(difference: RowDifference) -> bool:
 
 
 def advise_lost_value(graph: Graph) -> str:
-    """Return advice on a value that a resume lost or that no recorded op produced; "" if a setting differs."""
+    """Return advice on a value that a resume lost or that no recorded op produced;
+    "" if a setting differs.
+    """
     if graph.choices or not _may_be_python_value(graph):
         return ""
     if graph.is_resumed:
@@ -216,29 +246,38 @@ def advise_lost_value(graph: Graph) -> str:
 def _may_be_python_value(graph: Graph) -> bool:
     if not graph.sources:
         return graph.leading.divergence.kind in ("argument", "missing", "extra")
-    are_unnamed = all(one.site.role == "input" and one.divergence.name is None for one in graph.sources)
+    are_unnamed = all(
+        one.site.role == "input" and one.divergence.name is None for one in graph.sources
+    )
     return are_unnamed and not graph.difference.current.program.leaves_out_ops
 
 
 def _has_reordered_inputs(graph: Graph) -> bool:
     """Return whether the unnamed tensors that differ are the reference's in a different order."""
-    pairs = [graph.difference.pairs[one.row] for one in graph.sources if one.divergence.name is None]
+    pairs = [
+        graph.difference.pairs[one.row] for one in graph.sources if one.divergence.name is None
+    ]
     if len(pairs) < 2 or len(pairs) < len(graph.sources) or min(map(min, pairs)) < 0:
         return False
     of_reference, of_current = zip(*pairs, strict=True)
     reference = Counter(bits_at(graph.difference.reference, position) for position in of_reference)
-    return reference == Counter(bits_at(graph.difference.current, position) for position in of_current)
+    return reference == Counter(
+        bits_at(graph.difference.current, position) for position in of_current
+    )
 
 
 def _updates(graph: Graph) -> list[list[str]]:
-    """Return the numbers of the optimizers that got gradients, in order, in the reference and in the current run.
+    """Return the numbers of the optimizers that got gradients, in order,
+    in the reference and in the current run.
 
     Both lists are empty unless each gradient is known to belong to one optimizer.
     """
     optimizers = graph.evidence.optimizers
     trained = [name for names in optimizers.values() for name in names]
     owners = {f"grad of {name}": number for number, names in optimizers.items() for name in names}
-    if len(owners) < len(trained) or not owners.keys() >= {name for names in graph.gradients for name in names}:
+    if len(owners) < len(trained) or not owners.keys() >= {
+        name for names in graph.gradients for name in names
+    }:
         return [[], []]
     return [_updates_of(names, owners) for names in graph.gradients]
 

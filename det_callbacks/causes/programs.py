@@ -1,4 +1,6 @@
-"""Ops that ran in one run only, in a different order or again: two steps that are not the same program."""
+"""Ops that ran in one run only, in a different order or again:
+two steps that are not the same program.
+"""
 
 from collections import Counter
 from typing import Literal
@@ -13,15 +15,16 @@ from det_callbacks.text import listed
 Side = Literal["reference", "current run"]
 
 _CHANGED_INPUT = (
-    "Check what the checkpointed function reads that changed since its forward pass: a cache, a buffer, or a tensor "
-    "that was changed in place"
+    "Check what the checkpointed function reads that changed since its forward pass: a cache, a "
+    "buffer, or a tensor that was changed in place"
 )
 
 _Key = tuple[object, ...]
 
 
 def another_length(graph: Graph, walk: Walk) -> Explanation | None:
-    """After the last update of one run, only the other run goes on: a loop without a loader draws its next batch there.
+    """After the last update of one run, only the other run goes on: a loop without a loader draws
+    its next batch there.
 
     Causes: structure
 
@@ -41,33 +44,45 @@ def another_length(graph: Graph, walk: Walk) -> Explanation | None:
     elif in_one_run == {"missing"} and current_ends:
         side = "reference"
         # a verification stops at the first difference, so whether the script would go on is unknown
-        advice = "If the current run ends there, give both runs the same number of steps; otherwise restore these lines"
+        advice = (
+            "If the current run ends there, give both runs the same number of steps; otherwise "
+            "restore these lines"
+        )
     else:
         return None
-    ops = dict.fromkeys(site_text(graph.difference.describe(row)) for row in rows if graph.difference.site(row).op)
+    ops = dict.fromkeys(
+        site_text(graph.difference.describe(row)) for row in rows if graph.difference.site(row).op
+    )
     return Explanation(
         cause="structure",
-        text=f"{place(graph)}: only the {side} has ops after the optimizer's update: {listed(ops)}; everything "
-        "before them matches",
+        text=(
+            f"{place(graph)}: only the {side} has ops after the optimizer's update: {listed(ops)}; "
+            "everything before them matches"
+        ),
         advice=advice,
     )
 
 
 def _rows_after_update(graph: Graph) -> list[int]:
-    """Return the differing rows after the last op of an optimizer; none unless they include an op."""
+    """Return the differing rows after the last op of an optimizer;
+    none unless they include an op.
+    """
     found = [row for row in graph.difference.kinds if _is_after_update(graph, row)]
     return found if any(graph.difference.site(row).op for row in found) else []
 
 
 def _is_after_update(graph: Graph, row: int) -> bool:
     program, position = graph.difference.side(row)
-    updates = [place for place, site in enumerate(program.sites) if site.op and site.phase == "optimizer"]
+    updates = [
+        place for place, site in enumerate(program.sites) if site.op and site.phase == "optimizer"
+    ]
     is_generator_after = row in graph.difference.rows_after_step
     return bool(updates) and position > updates[-1] and not is_generator_after
 
 
 def recomputation(graph: Graph, walk: Walk) -> Explanation | None:
-    """Activation checkpointing ran an op again in one run only, or with other bits than in its forward pass.
+    """Activation checkpointing ran an op again in one run only,
+    or with other bits than in its forward pass.
 
     Causes: rng, backward, structure
 
@@ -85,22 +100,31 @@ def recomputation(graph: Graph, walk: Walk) -> Explanation | None:
         op, draws = graph.difference.describe(row), graph.draws(row)
         return Explanation(
             cause="rng" if draws else "backward",
-            text=f"{place(graph)}, {op.phase}: activation checkpointing ran {site_text(op)} again in the "
-            f"{side}, and it gave other bits than in the forward pass",
-            advice="Do not pass preserve_rng_state=False to torch.utils.checkpoint" if draws else _CHANGED_INPUT,
+            text=(
+                f"{place(graph)}, {op.phase}: activation checkpointing ran {site_text(op)} again "
+                f"in the {side}, and it gave other bits than in the forward pass"
+            ),
+            advice="Do not pass preserve_rng_state=False to torch.utils.checkpoint"
+            if draws
+            else _CHANGED_INPUT,
         )
     if not _has_only_recomputation(graph) or other_bits:
         return None
     return Explanation(
         cause="structure",
-        text=f"{place(graph)}, {first.phase}: only the {side_of(first)} recomputes activations, from "
-        f"{site_text(first)} on, with the bits of the forward pass; everything that both runs have matches",
+        text=(
+            f"{place(graph)}, {first.phase}: only the {side_of(first)} recomputes activations, "
+            f"from {site_text(first)} on, with the bits of the forward pass; everything that both "
+            "runs have matches"
+        ),
         advice="Use activation checkpointing in both runs, or in neither",
     )
 
 
 def _recomputed_otherwise(graph: Graph) -> list[tuple[int, Side]]:
-    """Return the row of each run that activation checkpointing first computed again with other bits, and the run."""
+    """Return the row of each run that activation checkpointing first computed again
+    with other bits, and the run.
+    """
     difference = graph.difference
     found: list[tuple[int, Side]] = []
     sides: tuple[tuple[Side, StepView], ...] = (
@@ -109,14 +133,18 @@ def _recomputed_otherwise(graph: Graph) -> list[tuple[int, Side]]:
     )
     for number, (side, view) in enumerate(sides):
         position = recomputed_otherwise(view)
-        row = next((row for row, pair in enumerate(difference.pairs) if pair[number] == position), None)
+        row = next(
+            (row for row, pair in enumerate(difference.pairs) if pair[number] == position), None
+        )
         if position is not None and row is not None:
             found.append((row, side))
     return found
 
 
 def _starts_recomputed(graph: Graph) -> bool:
-    """Return whether the first difference is an op that activation checkpointing ran again, or what it drew from."""
+    """Return whether the first difference is an op that activation checkpointing ran again,
+    or what it drew from.
+    """
     program, position = graph.difference.side(graph.first.row)
     readers, read = program.edges
     readers_of_first = [at for at in readers[read == position].tolist() if program.sites[at].op]
@@ -125,7 +153,9 @@ def _starts_recomputed(graph: Graph) -> bool:
 
 
 def _has_only_recomputation(graph: Graph) -> bool:
-    """Return whether all that differs are ops that activation checkpointing ran again in one run."""
+    """Return whether all that differs are ops that activation checkpointing ran
+    again in one run.
+    """
     rows = [row for row in graph.difference.kinds if row not in graph.difference.rows_after_step]
     return bool(rows) and all(graph.difference.site(row).recomputed for row in rows)
 
@@ -141,10 +171,14 @@ def compiled_in_one_run(graph: Graph, walk: Walk) -> Explanation | None:
         compare_compiled measures how far a compiled module is from the module itself.
     """
     difference, leading = graph.difference, graph.leading.divergence
-    reference, current = _regions(difference.reference.program), _regions(difference.current.program)
+    reference, current = (
+        _regions(difference.reference.program),
+        _regions(difference.current.program),
+    )
     if bool(reference) == bool(current) or leading.kind not in ("missing", "extra"):
         return None
-    # without eager ops or module outputs instead, the other run may have compiled before its recording: it has no sites
+    # without eager ops or module outputs instead, the other run may have compiled before its
+    # recording: it has no sites
     eager = "extra" if reference else "missing"
     instead = [row for row, kind in difference.kinds.items() if kind == eager]
     if not any(difference.site(row).phase == "forward" for row in instead):
@@ -153,10 +187,14 @@ def compiled_in_one_run(graph: Graph, walk: Walk) -> Explanation | None:
     where, regions = f"{place(graph)}, {leading.phase}", listed(reference or current)
     return Explanation(
         cause="structure",
-        text=f"{where}: only the {sides[0]} runs compiled code ({regions}); the {sides[1]} has eager ops "
-        "instead, with different kernels",
-        advice="Compile both runs, or neither. compare_compiled measures how far a compiled module is from the module "
-        "itself",
+        text=(
+            f"{where}: only the {sides[0]} runs compiled code ({regions}); the {sides[1]} has "
+            "eager ops instead, with different kernels"
+        ),
+        advice=(
+            "Compile both runs, or neither. compare_compiled measures how far a compiled module is "
+            "from the module itself"
+        ),
     )
 
 
@@ -214,11 +252,12 @@ def compiled_graph(graph: Graph, walk: Walk) -> Explanation | None:
     step = graph.difference.step
     return Explanation(
         cause="structure",
-        advice="Run both in fresh processes, because earlier compilations affect the graph; drop_last or dynamic=True "
-        "avoids recompilation. "
-        "TORCH_LOGS=recompiles,graph_breaks shows the reason. "
-        f'To find the op, record step {step} of both runs with compiled="eager" and only_steps=[{step}] '
-        f"(on the command line: --compiled=eager --only-steps={step})",
+        advice=(
+            "Run both in fresh processes, because earlier compilations affect the graph; drop_last "
+            "or dynamic=True avoids recompilation. TORCH_LOGS=recompiles,graph_breaks shows the "
+            f'reason. To find the op, record step {step} of both runs with compiled="eager" and '
+            f"only_steps=[{step}] (on the command line: --compiled=eager --only-steps={step})"
+        ),
     )
 
 
@@ -244,13 +283,16 @@ def scripted_module(graph: Graph, walk: Walk) -> Explanation | None:
     names = listed(name or "the LightningModule" for name in scripted)
     return Explanation(
         cause="structure",
-        advice=f"TorchScript runs {names}, and its executor chooses ops depending on what the process ran before. Run "
-        "both in fresh processes, with the same calls before the fit",
+        advice=(
+            f"TorchScript runs {names}, and its executor chooses ops depending on what the process "
+            "ran before. Run both in fresh processes, with the same calls before the fit"
+        ),
     )
 
 
 def another_order(graph: Graph, walk: Walk) -> Explanation | None:
-    """Ops ran in a different order with the same bits: independent lines were swapped, or a set was iterated.
+    """Ops ran in a different order with the same bits: independent lines were swapped,
+    or a set was iterated.
 
     Causes: structure, forward, backward, optimizer, collective, unknown
 
@@ -276,19 +318,27 @@ def another_order(graph: Graph, walk: Walk) -> Explanation | None:
     return Explanation(
         cause=cause_of_first(graph),
         text=f"{told}, with the same bits; later ops that depend on the order differ",
-        advice="Restore the original order of the code; sort a set, or the files of a folder, before you "
-        "iterate over it",
+        advice=(
+            "Restore the original order of the code; sort a set, or the files of a folder, before "
+            "you iterate over it"
+        ),
     )
 
 
 def _with_other_bits(graph: Graph) -> Explanation | None:
-    """Return the answer if the op ran before another one in one run and after it in the other, so with other inputs."""
+    """Return the answer if the op ran before another one in one run and after it in the other,
+    so with other inputs.
+    """
     difference, first = graph.difference, graph.first
     side = {"missing": 0, "extra": 1}.get(first.divergence.kind)
     partner = None if side is None else _partner(graph, first.row)
     if side is None or partner is None:
         return None
-    between = [row for row in range(first.row, partner) if min(difference.pairs[row]) >= 0 and difference.site(row).op]
+    between = [
+        row
+        for row in range(first.row, partner)
+        if min(difference.pairs[row]) >= 0 and difference.site(row).op
+    ]
     if not between:
         return None
     needed = {*difference.rows_read(partner)}
@@ -303,14 +353,22 @@ def _with_other_bits(graph: Graph) -> Explanation | None:
 
 
 def _partner(graph: Graph, row: int) -> int | None:
-    """Return the row of the other run with the only such call there, if this run has it once too."""
+    """Return the row of the other run with the only such call there,
+    if this run has it once too.
+    """
     difference = graph.difference
     key, kind = _call(graph, row), difference.kinds[row]
     calls = [at for at in range(len(difference.pairs)) if _call(graph, at) == key]
     others = [
-        at for at in calls if at != row and difference.kinds.get(at) == ("missing" if kind == "extra" else "extra")
+        at
+        for at in calls
+        if at != row and difference.kinds.get(at) == ("missing" if kind == "extra" else "extra")
     ]
-    return others[0] if calls == sorted([row, *others]) and len(others) == 1 and others[0] > row else None
+    return (
+        others[0]
+        if calls == sorted([row, *others]) and len(others) == 1 and others[0] > row
+        else None
+    )
 
 
 def _call(graph: Graph, row: int) -> _Key:

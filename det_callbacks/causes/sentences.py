@@ -8,31 +8,55 @@ from det_callbacks.causes.graph import Graph
 from det_callbacks.compare.differences import RowDifference, Start
 from det_callbacks.runs.evidence import BATCH_START
 from det_callbacks.runs.program import AT_END, PASSED, TensorLayout, describe_tensor, reads_expanded
-from det_callbacks.runs.source_text import place_and_function
+from det_callbacks.runs.tables import place_and_function
 from det_callbacks.text import listed
 from det_callbacks.verdict import Divergence, EnvironmentDifference
 
 _UNPROVEN: Mapping[Start, str] = {
     "inside a region": "it ran inside a compiled region, which the recorder cannot see into",
-    "written since": "the op that wrote it matches, but an unseen write (a view, NumPy, a raw kernel) changed it since",
+    "written since": (
+        "the op that wrote it matches, but an unseen write (a view, NumPy, a raw kernel) changed "
+        "it since"
+    ),
     "other arguments": "the two runs kept digests of different arguments of it",
     "unread batch": "Python may have read a part of the batch that the recorder could not inspect",
-    "passed on": "a shape or a number that Python can read differs earlier, and Python may have passed it on",
+    "passed on": (
+        "a shape or a number that Python can read differs earlier, and Python may have passed it on"
+    ),
     "race": "the step read it before it waited for the collective, which is a race",
-    "collective": "what this rank sent matches, and the difference came from another rank or the collective itself",
+    "collective": (
+        "what this rank sent matches, and the difference came from another rank or the collective "
+        "itself"
+    ),
     "graph replay": "a CUDA graph may have written it, which the recorder cannot see",
     "not recorded": "the op that wrote it was not recorded",
-    "region parameters": "the parameters that the compiled region reads have no digest at this level",
-    "unseen writer": "the recorder did not see what wrote its inputs (NumPy, a raw kernel, torch.empty)",
-    "unchecked": "its inputs match, but they were not checked for unseen writes (NumPy, a raw kernel)",
+    "region parameters": (
+        "the parameters that the compiled region reads have no digest at this level"
+    ),
+    "unseen writer": (
+        "the recorder did not see what wrote its inputs (NumPy, a raw kernel, torch.empty)"
+    ),
+    "unchecked": (
+        "its inputs match, but they were not checked for unseen writes (NumPy, a raw kernel)"
+    ),
 }
-_VERBS = {"region_input": "received", "graph_output": "has", "sent": "received", "delivered": "delivered"}
+_VERBS = {
+    "region_input": "received",
+    "graph_output": "has",
+    "sent": "received",
+    "delivered": "delivered",
+}
 
 
 def describe(difference: RowDifference) -> str:
-    """Return "forward: aten.mul.Tensor in net produced different bits; its inputs match, so ..."."""
+    """Return "forward: aten.mul.Tensor in net produced different bits; its inputs match,
+    so ...".
+    """
     divergence = difference.divergence
-    return f"{divergence.phase}: {site_text(divergence)} {_how_it_differs(difference)}; {_where_it_starts(difference)}"
+    return (
+        f"{divergence.phase}: {site_text(divergence)} {_how_it_differs(difference)}; "
+        f"{_where_it_starts(difference)}"
+    )
 
 
 def _where_it_starts(difference: RowDifference) -> str:
@@ -40,22 +64,34 @@ def _where_it_starts(difference: RowDifference) -> str:
     if divergence.is_origin is False:
         return "one of its inputs differs"
     if divergence.is_origin is None:
-        return f"{_UNPROVEN[difference.start]}, so the verdict cannot say where the difference starts"
+        return (
+            f"{_UNPROVEN[difference.start]}, so the verdict cannot say where the difference starts"
+        )
     if difference.site.is_region:
         return "the inputs of the compiled region match, so the difference starts inside it"
     if difference.is_rewired:
-        return "it reads different tensors than in the reference, and those match, so the difference starts here"
+        return (
+            "it reads different tensors than in the reference, and those match, so the difference "
+            "starts here"
+        )
     return "its inputs match, so the difference starts here"
 
 
 def _how_it_differs(difference: RowDifference) -> str:
     divergence = difference.divergence
     if divergence.kind == "argument" and difference.arguments is not None:
-        shown = [f"{name}: {reference} -> {current}" for name, (reference, current) in difference.arguments.items()]
+        shown = [
+            f"{name}: {reference} -> {current}"
+            for name, (reference, current) in difference.arguments.items()
+        ]
         if divergence.op.startswith("aten.bernoulli") and "p" in difference.arguments:
             shown.append("a dropout keeps an element with probability p")
         called = f"was called with different arguments ({listed(shown, '; ')})"
-        return called if difference.layouts is None else f"{called} and produced {both_layouts(difference.layouts)}"
+        return (
+            called
+            if difference.layouts is None
+            else f"{called} and produced {both_layouts(difference.layouts)}"
+        )
     if divergence.kind == "structure" and difference.site.role == "graph":
         return "differs, because of a recompilation, a graph break or different code"
     if divergence.kind == "structure" and difference.layouts is not None:
@@ -67,12 +103,17 @@ def _how_it_differs(difference: RowDifference) -> str:
     if divergence.kind in ("missing", "extra"):
         return f"{'ran' if divergence.op else 'is'} only in the {side_of(divergence)}"
     verb = "produced" if divergence.op else "has"
-    return f"{_VERBS.get(difference.site.role, verb) if divergence.kind == 'content' else verb} different bits"
+    return (
+        f"{_VERBS.get(difference.site.role, verb) if divergence.kind == 'content' else verb} "
+        "different bits"
+    )
 
 
 def _how_broadcast(difference: RowDifference) -> str | None:
     """Return which shapes only one run broadcast to a larger one, or None."""
-    is_expanded = [layout is not None and reads_expanded(layout) for layout in difference.layouts or ()]
+    is_expanded = [
+        layout is not None and reads_expanded(layout) for layout in difference.layouts or ()
+    ]
     if is_expanded not in ([True, False], [False, True]):
         return None
     side = is_expanded.index(True)
@@ -84,7 +125,9 @@ def _how_broadcast(difference: RowDifference) -> str | None:
     if len(shapes) < 2 or together in shapes:
         return None
     run = ("reference", "current run")[side]
-    return f"broadcast {listed(str([*shape]) for shape in shapes)} to {[*together]} in the {run} only"
+    return (
+        f"broadcast {listed(str([*shape]) for shape in shapes)} to {[*together]} in the {run} only"
+    )
 
 
 def site_text(divergence: Divergence) -> str:
@@ -139,7 +182,11 @@ Layouts = tuple[TensorLayout | None, TensorLayout | None]
 def reads_another_part(layouts: Layouts) -> bool:
     """Return whether two layouts differ only in which elements are read."""
     reference, current = layouts
-    if reference is None or current is None or (reference.dtype, reference.shape) != (current.dtype, current.shape):
+    if (
+        reference is None
+        or current is None
+        or (reference.dtype, reference.shape) != (current.dtype, current.shape)
+    ):
         return False
     is_part = any(one.part_read is not None for one in (reference, current))
     return reference.detail != current.detail and is_part
@@ -150,14 +197,18 @@ def what_differs(layouts: Layouts) -> str:
     reference, current = layouts
     if reference is None or current is None:
         return "a different layout"
-    parts = ["shape"] * (reference.shape != current.shape) + ["dtype"] * (reference.dtype != current.dtype)
+    parts = ["shape"] * (reference.shape != current.shape) + ["dtype"] * (
+        reference.dtype != current.dtype
+    )
     if parts:
         return f"a different {' and '.join(parts)}"
     return "different strides" if reference.stride != current.stride else "a different layout"
 
 
 def both_layouts(layouts: Layouts) -> str:
-    """Return "float32 [2] in the reference, float64 [2] in the current run", or the strides or elements that differ."""
+    """Return "float32 [2] in the reference, float64 [2] in the current run", or the strides or
+    elements that differ.
+    """
     reference, current = layouts
     shown = ["no tensor" if one is None else describe_tensor(one) for one in layouts]
     if (
@@ -165,7 +216,10 @@ def both_layouts(layouts: Layouts) -> str:
         and current is not None
         and (reference.dtype, reference.shape) == (current.dtype, current.shape)
     ):
-        shown = [f"{describe_tensor(one)} with strides {list(one.stride)}" for one in (reference, current)]
+        shown = [
+            f"{describe_tensor(one)} with strides {list(one.stride)}"
+            for one in (reference, current)
+        ]
         if reads_another_part(layouts):
             shown = [one.part_read or "in order from element 0" for one in (reference, current)]
     return f"{shown[0]} in the reference, {shown[1]} in the current run"
@@ -207,7 +261,9 @@ def explain_first(graph: Graph) -> str:
 
 def _explain_sources(graph: Graph) -> str:
     phase = graph.sources[0].divergence.phase
-    named = [one for one in graph.sources if one.divergence.phase == phase and one.site.role != "samples"]
+    named = [
+        one for one in graph.sources if one.divergence.phase == phase and one.site.role != "samples"
+    ]
     others = [one.divergence.phase for one in graph.sources if one.divergence.phase != phase]
     what = how_it_entered(phase, named or graph.sources[:1], graph)
     if phase == "input":
@@ -218,7 +274,10 @@ def _explain_sources(graph: Graph) -> str:
     elif phase == "rng" and _is_set_in_step(graph):
         has_drawn = any(site.op for site in graph.difference.sites_read(graph.first.row))
         draw = "a later draw" if has_drawn else "the first draw"
-        cause = f"code in the step changed it before {draw}, without a recorded op (such as torch.manual_seed)"
+        cause = (
+            f"code in the step changed it before {draw}, without a recorded op (such as "
+            "torch.manual_seed)"
+        )
     else:
         cause = "the step started with this difference, so no op caused it"
     return f"{place(graph)}: {what}{also_differ(others)}; {cause}"
@@ -231,7 +290,9 @@ def _who_produced(graph: Graph) -> str:
 
 
 def how_it_entered(phase: str, found: Sequence[RowDifference], graph: Graph) -> str:
-    """Return how the sources of one phase differ, with their names: "the batch differs (batch[0])"."""
+    """Return how the sources of one phase differ, with their names:
+    "the batch differs (batch[0])".
+    """
     subject, part = _SUBJECTS[phase]
     in_order = sorted(found, key=lambda one: one.divergence.name is None)
     names = list(dict.fromkeys(map(source_name, in_order)))
@@ -255,7 +316,9 @@ def how_it_entered(phase: str, found: Sequence[RowDifference], graph: Graph) -> 
     return f"{subject} differs ({shown})"
 
 
-def _how_inputs_differ(kinds: Collection[str], layouts: Layouts | None, side: str, *, is_one: bool) -> str:
+def _how_inputs_differ(
+    kinds: Collection[str], layouts: Layouts | None, side: str, *, is_one: bool
+) -> str:
     has, exist, differ = ("has", "exists", "differs") if is_one else ("have", "exist", "differ")
     how = differ
     if "structure" in kinds and layouts is not None:
@@ -283,15 +346,24 @@ def _is_set_in_step(graph: Graph) -> bool:
         return True  # an earlier state in the step matches
     names = {source.divergence.name for source in graph.sources if source.divergence.phase == "rng"}
     start = graph.difference.step, BATCH_START
-    return any(change.name in names and change.equal_at == start for change in graph.evidence.generators)
+    return any(
+        change.name in names and change.equal_at == start for change in graph.evidence.generators
+    )
 
 
 def both_values(entries: Sequence[EnvironmentDifference]) -> str:
-    """Return "settings.seed (0 in the reference, 1 in the current run)" for entries of the environment."""
-    return listed(f"{one.name} ({one.reference} in the reference, {one.current} in the current run)" for one in entries)
+    """Return "settings.seed (0 in the reference, 1 in the current run)" for
+    entries of the environment.
+    """
+    return listed(
+        f"{one.name} ({one.reference} in the reference, {one.current} in the current run)"
+        for one in entries
+    )
 
 
 def explained_by(name: str, values: tuple[object, object], sentence: str) -> str:
-    """Return a sentence on a setting that differs, then ``sentence``, on the first difference that it explains."""
+    """Return a sentence on a setting that differs, then ``sentence``,
+    on the first difference that it explains.
+    """
     both = f"{values[0]} in the reference and {values[1]} in the current run"
     return f"{name} is {both}, which explains the first difference. {sentence}"

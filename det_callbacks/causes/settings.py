@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from det_callbacks.causes.graph import Explanation, Graph, Node, Walk
 from det_callbacks.causes.sentences import both_values, explain_first, explained_by
 from det_callbacks.compare.evidence import OptionChange
-from det_callbacks.runs.environment import (
+from det_callbacks.runs.manifest import (
     CONFIGURATION,
     DTYPES,
     OPTION,
@@ -42,7 +42,8 @@ def setting(graph: Graph, walk: Walk) -> Explanation:
 
 
 def optimizer_option(graph: Graph, walk: Walk) -> Explanation:
-    """An option of the optimizer differs: it was built so on this rank, or something changed the option during the fit.
+    """An option of the optimizer differs: it was built so on this rank, or something changed the
+    option during the fit.
 
     Causes: optimizer, settings, checkpoint
 
@@ -60,19 +61,30 @@ def optimizer_option(graph: Graph, walk: Walk) -> Explanation:
         return Explanation(
             cause="settings",
             text=f"{listed(changes, '; ')}. {explain_first(graph)}",
-            advice=f"Check how the script builds the optimizer and its schedulers{on_rank}, and what "
-            f"else sets {names} before the first update",
+            advice=(
+                f"Check how the script builds the optimizer and its schedulers{on_rank}, and what "
+                f"else sets {names} before the first update"
+            ),
         )
     changes = [f"from step {option.since} on, {_both_values(option)}" for option in options]
     if walk.root.kind == "checkpoint":
         return Explanation(
             cause="checkpoint",
             text=f"{capitalised(listed(changes, '; '))}. {explain_first(graph)}",
-            advice=f"The resume did not restore {names}: load the states of the optimizer and of its schedulers",
+            advice=(
+                f"The resume did not restore {names}: load the states of the optimizer and of its "
+                "schedulers"
+            ),
         )
-    advice = f"Check what sets {names} during the fit: a learning rate scheduler, a callback, or a hook of the module"
+    advice = (
+        f"Check what sets {names} during the fit: a learning rate scheduler, a callback, or a hook "
+        "of the module"
+    )
     if graph.resumed_at is not None:
-        advice += f". The run resumed at step {graph.resumed_at}: a scheduler whose state is not loaded counts from 0"
+        advice += (
+            f". The run resumed at step {graph.resumed_at}: a scheduler whose state is not loaded "
+            "counts from 0"
+        )
     return Explanation(
         cause="optimizer",
         text=f"{capitalised(listed(changes, '; '))}. {explain_first(graph)}",
@@ -81,11 +93,16 @@ def optimizer_option(graph: Graph, walk: Walk) -> Explanation:
 
 
 def _both_values(option: OptionChange) -> str:
-    return f"{option.name} is {option.reference} in the reference and {option.current} in the current run"
+    return (
+        f"{option.name} is {option.reference} in the reference and {option.current} in the current "
+        "run"
+    )
 
 
 def _is_built_so(graph: Graph) -> bool:
-    """Return whether the options had these values in the first update; a resume sets them from the checkpoint."""
+    """Return whether the options had these values in the first update;
+    a resume sets them from the checkpoint.
+    """
     is_start_known = not (graph.is_resumed or graph.is_after_unrecorded)
     return is_start_known and all(option.is_first_value for option in graph.evidence.options)
 
@@ -98,11 +115,15 @@ def options_of_update(graph: Graph, row: int) -> Iterator[Node]:
     if graph.is_of_update(row) and not graph.sources:
         for option in graph.evidence.options:
             values = option.reference, option.current
-            yield Node(kind="option", name=option.name, step=option.since, values=values, is_proven=False)
+            yield Node(
+                kind="option", name=option.name, step=option.since, values=values, is_proven=False
+            )
 
 
 def setting_node(choice: EnvironmentDifference | None, step: int) -> Iterator[Node]:
-    """Yield a setting that may affect what differs; which rows a setting affects was not recorded."""
+    """Yield a setting that may affect what differs; which rows a setting
+    affects was not recorded.
+    """
     if choice is not None:
         values = str(choice.reference), str(choice.current)
         yield Node(kind="setting", name=choice.name, step=step, values=values, is_proven=False)
@@ -130,9 +151,11 @@ def explaining_setting(graph: Graph) -> EnvironmentDifference | None:
 
 
 def model_setting(graph: Graph) -> EnvironmentDifference | None:
-    """Return the hyperparameter or configuration key that made the leading difference a different call.
+    """Return the hyperparameter or configuration key that made the leading
+    difference a different call.
 
-    A key with the values of another setting, such as a learning rate, explains no call of the model.
+    A key with the values of another setting, such as a learning rate,
+    explains no call of the model.
     """
     if graph.leading.divergence.phase not in ("forward", "backward"):
         return None
@@ -148,7 +171,9 @@ def _is_of_model(choice: EnvironmentDifference) -> bool:
 
 
 def begun_before(what: str, step: int, choices: Sequence[EnvironmentDifference]) -> str:
-    """Return that a difference may have started in steps that were not recorded; ``what`` starts the sentence."""
+    """Return that a difference may have started in steps that were not recorded;
+    ``what`` starts the sentence.
+    """
     choice = earlier_choice(choices)
     text = f"{what} before step {step}, in steps that were not recorded"
     if choice is None:
@@ -197,7 +222,9 @@ def _updates_by_closure(graph: Graph, choice: EnvironmentDifference) -> bool:
 
 
 def _is_copied_from(graph: Graph, option: str) -> bool:
-    """Return whether the first difference is a value that a scheduler copied from an option: base_lrs from lr."""
+    """Return whether the first difference is a value that a scheduler copied from an
+    option: base_lrs from lr.
+    """
     first = graph.first
     return first.divergence.kind == "content" and option.rpartition(".")[2] in first.site.part
 

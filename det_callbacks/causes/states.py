@@ -1,4 +1,6 @@
-"""State that differs: what a fit starts with, what a resume restores, and writes that no recorded op made."""
+"""State that differs: what a fit starts with, what a resume restores,
+and writes that no recorded op made.
+"""
 
 from collections.abc import Iterable, Iterator
 from math import prod
@@ -12,12 +14,24 @@ from det_callbacks.causes.sentences import (
     place,
     site_text,
 )
-from det_callbacks.causes.settings import begun_before, dtype_setting, explaining_setting, setting_node
+from det_callbacks.causes.settings import (
+    begun_before,
+    dtype_setting,
+    explaining_setting,
+    setting_node,
+)
 from det_callbacks.compare.differences import RowDifference
 from det_callbacks.compare.resume import lost_gradients
-from det_callbacks.runs.environment import earlier_choice
 from det_callbacks.runs.evidence import AFTER, BATCH_END, BATCH_START, BEFORE, DRAWING, LOADER
-from det_callbacks.runs.program import GRAPH, UNWRITTEN, Site, StepView, TensorLayout, describe_tensor
+from det_callbacks.runs.manifest import earlier_choice
+from det_callbacks.runs.program import (
+    GRAPH,
+    UNWRITTEN,
+    Site,
+    StepView,
+    TensorLayout,
+    describe_tensor,
+)
 from det_callbacks.text import listed
 
 # the names of nodes that nothing recorded explains
@@ -34,7 +48,9 @@ _UNSEEN = "something that the recorder does not see (NumPy, a raw kernel"
 
 
 def state_reads(graph: Graph, node: Node) -> Iterator[Node]:
-    """Yield what the state at the start of a step came from: the state at the end of the previous step."""
+    """Yield what the state at the start of a step came from:
+    the state at the end of the previous step.
+    """
     of_dtype = dtype_setting(graph)
     if of_dtype is not None:
         yield from setting_node(of_dtype, node.step)
@@ -51,8 +67,12 @@ def state_reads(graph: Graph, node: Node) -> Iterator[Node]:
 
 
 def has_lost_state(graph: Graph) -> bool:
-    """Return whether a resume left state that differs from the reference's, or lost accumulated gradients."""
-    return graph.is_resumed and bool(_restored(graph) or graph.unrestored or lost_gradients(graph.difference))
+    """Return whether a resume left state that differs from the reference's,
+    or lost accumulated gradients.
+    """
+    return graph.is_resumed and bool(
+        _restored(graph) or graph.unrestored or lost_gradients(graph.difference)
+    )
 
 
 def _restored(graph: Graph) -> list[RowDifference]:
@@ -76,18 +96,30 @@ def random_initial(graph: Graph) -> set[str]:
 
 
 def _exchanged(graph: Graph) -> dict[str, str]:
-    """Return the differing tensors of the state that have the reference's bits of another one, with its name.
+    """Return the differing tensors of the state that have the reference's bits of
+    another one, with its name.
 
     Constant tensors say nothing.
     """
     difference = graph.difference
-    rows = [row for row, (position, _) in enumerate(difference.pairs) if position >= 0 and graph.is_state(row)]
-    of_bits = {bits_at(difference.reference, difference.pairs[row][0]): difference.site(row).name for row in rows}
+    rows = [
+        row
+        for row, (position, _) in enumerate(difference.pairs)
+        if position >= 0 and graph.is_state(row)
+    ]
+    of_bits = {
+        bits_at(difference.reference, difference.pairs[row][0]): difference.site(row).name
+        for row in rows
+    }
     found: dict[str, str] = {}
     differing = {difference.site(row).name for row in rows if row in difference.kinds}
     for row in rows:
         name, position = difference.site(row).name, difference.pairs[row][1]
-        if difference.kinds.get(row) != "content" or name is None or name in graph.evidence.constants:
+        if (
+            difference.kinds.get(row) != "content"
+            or name is None
+            or name in graph.evidence.constants
+        ):
             continue
         bits = bits_at(difference.current, position)
         other, entry = of_bits.get(bits), bits[1]
@@ -104,7 +136,8 @@ def bits_at(view: StepView, position: int) -> tuple[int, TensorLayout | None]:
 
 
 def initial_state(graph: Graph, walk: Walk) -> Explanation | None:
-    """A parameter, a buffer or a scheduler differs when the training starts: the seed, the weights or the model differ.
+    """A parameter, a buffer or a scheduler differs when the training starts: the seed, the weights
+    or the model differ.
 
     Causes: initial_weights, settings
 
@@ -119,38 +152,49 @@ def initial_state(graph: Graph, walk: Walk) -> Explanation | None:
         return None
     # a Python number, such as T_max of a scheduler, is an argument
     is_setting = _is_further_alone(graph) and graph.first.divergence.dtype in _NUMBERS
-    return Explanation(cause="settings" if is_setting else "initial_weights", advice=_build_alike(graph))
+    return Explanation(
+        cause="settings" if is_setting else "initial_weights", advice=_build_alike(graph)
+    )
 
 
 def _build_alike(graph: Graph) -> str:
     names = [name for name in initial_sources(graph) if name not in graph.further]
     if not names:
         return (
-            f"{graph.further[0]} differs before the first step, so give both runs the same schedulers, "
-            "gradient scaler and averaged weights, with the same arguments"
+            f"{graph.further[0]} differs before the first step, so give both runs the same "
+            "schedulers, gradient scaler and averaged weights, with the same arguments"
         )
     state = [source.divergence for source in graph.sources if source.divergence.phase == "state"]
     if any(one.kind != "content" for one in state):
         return (
-            "Some tensors have a different name, shape or dtype, or exist in one run only, so build the same model, "
-            "and give the optimizer the same parameters"
+            "Some tensors have a different name, shape or dtype, or exist in one run only, so "
+            "build the same model, and give the optimizer the same parameters"
         )
-    of_several = [name for name in names if name in {one.name for one in state if prod(one.shape or ()) != 1}]
+    of_several = [
+        name for name in names if name in {one.name for one in state if prod(one.shape or ()) != 1}
+    ]
     # one element is always equal to itself, so it says nothing beside others
-    random = [name for name in of_several if name not in graph.evidence.constants] if of_several else names
+    random = (
+        [name for name in of_several if name not in graph.evidence.constants]
+        if of_several
+        else names
+    )
     if not random:
         return (
-            f"All elements of {names[0]} are equal when the fit starts, so check what changes it before the first "
-            "step: a sanity check or a forward pass in training mode changes the statistics of a BatchNorm"
+            f"All elements of {names[0]} are equal when the fit starts, so check what changes it "
+            "before the first step: a sanity check or a forward pass in training mode changes the "
+            "statistics of a BatchNorm"
         )
     num_random, exchanged = len(random_initial(graph)), _exchanged(graph)
     if not exchanged and (num_random < 2 or 2 * len(random) <= num_random):
         return (
-            "The code, the loaded weights or the random numbers drawn earlier differ, so set the seed first, and check "
-            f"how {random[0]} is initialised or loaded"
+            "The code, the loaded weights or the random numbers drawn earlier differ, so set the "
+            f"seed first, and check how {random[0]} is initialised or loaded"
         )
     if exchanged:
-        return f"{_show_exchanged(exchanged)}: they were initialised, or loaded, in a different order"
+        return (
+            f"{_show_exchanged(exchanged)}: they were initialised, or loaded, in a different order"
+        )
     change = next((change for change in graph.evidence.other_starts if change.is_reseeded), None)
     if change is None:
         return "Set the same seed before you build the model, or load the same weights"
@@ -158,7 +202,9 @@ def _build_alike(graph: Graph) -> str:
 
 
 def _show_exchanged(exchanged: dict[str, str]) -> str:
-    return listed(f"{name} has the reference's bits of {other}" for name, other in exchanged.items())
+    return listed(
+        f"{name} has the reference's bits of {other}" for name, other in exchanged.items()
+    )
 
 
 def restored_state(graph: Graph, walk: Walk) -> Explanation | None:
@@ -179,15 +225,20 @@ def restored_state(graph: Graph, walk: Walk) -> Explanation | None:
     else:
         before = graph.difference.step - 1
         names = listed(graph.unrestored)
-        what = f"{SUBJECT['restored']} differs from the reference's state at the end of step {before} ({names})"
+        what = (
+            f"{SUBJECT['restored']} differs from the reference's state at the end of step {before} "
+            f"({names})"
+        )
     exchanged = _exchanged(graph)
     if exchanged:
         advice = (
-            f"{_show_exchanged(exchanged)}: state was restored by its place in a list, and the order of the list "
-            "differs. Give the optimizer its parameters in the reference's order"
+            f"{_show_exchanged(exchanged)}: state was restored by its place in a list, and the "
+            "order of the list differs. Give the optimizer its parameters in the reference's order"
         )
     else:
-        advice = _restore(graph, [str(one.divergence.name) for one in restored] or list(graph.unrestored))
+        advice = _restore(
+            graph, [str(one.divergence.name) for one in restored] or list(graph.unrestored)
+        )
     others = [phase for phase in graph.source_phases if phase not in ("state", "input")]
     return Explanation(
         cause="checkpoint",
@@ -206,8 +257,8 @@ def _restore(graph: Graph, names: list[str]) -> str:
         return "Save the optimizer's state (optimizer.state_dict) with the checkpoint, and load it"
     buffers = [name for name in names if subjects.get(name) == "tensor" and name not in trained]
     advice = (
-        "Compare what was loaded with what was saved (det-callbacks check-checkpoint compares two checkpoints), and "
-        "check what changes this state before the step"
+        "Compare what was loaded with what was saved (det-callbacks check-checkpoint compares two "
+        "checkpoints), and check what changes this state before the step"
     )
     if len(buffers) < len(names):
         return advice
@@ -220,9 +271,14 @@ def _lost_gradients(graph: Graph) -> Explanation | None:
         return None
     return Explanation(
         cause="checkpoint",
-        text=f"{place(graph)}: the reference adds to {listed(names)} from before this step, and the "
-        "resumed run does not: gradients accumulated before the checkpoint were not restored",
-        advice="Save checkpoints after an update, when no gradients are accumulated, or save and restore them",
+        text=(
+            f"{place(graph)}: the reference adds to {listed(names)} from before this step, and the "
+            "resumed run does not: gradients accumulated before the checkpoint were not restored"
+        ),
+        advice=(
+            "Save checkpoints after an update, when no gradients are accumulated, or save and "
+            "restore them"
+        ),
     )
 
 
@@ -246,7 +302,8 @@ def unrecorded_steps(graph: Graph, walk: Walk) -> Explanation | None:
 
 
 def uninitialised_memory(graph: Graph, walk: Walk) -> Explanation | None:
-    """The first op that differs read memory that was allocated in the step and that no recorded op wrote.
+    """The first op that differs read memory that was allocated in the step and
+    that no recorded op wrote.
 
     Causes: uninitialised_memory
 
@@ -258,8 +315,14 @@ def uninitialised_memory(graph: Graph, walk: Walk) -> Explanation | None:
     """
     first = graph.first
     program, position = graph.difference.side(first.row)
-    view = graph.difference.current if program is graph.difference.current.program else graph.difference.reference
-    unwritten = (at for at in program.sites[position].inputs if _is_unwritten(view.layout.entries[at]))
+    view = (
+        graph.difference.current
+        if program is graph.difference.current.program
+        else graph.difference.reference
+    )
+    unwritten = (
+        at for at in program.sites[position].inputs if _is_unwritten(view.layout.entries[at])
+    )
     read = next(unwritten, None)
     if read is None:
         return None
@@ -268,12 +331,17 @@ def uninitialised_memory(graph: Graph, walk: Walk) -> Explanation | None:
         filled = "that was only partly written after its allocation"
     else:
         filled = "that was allocated in the step and that no recorded op wrote"
-    what = f"{site_text(first.divergence)} produced different bits; it reads a tensor ({tensor}) {filled}"
+    what = (
+        f"{site_text(first.divergence)} produced different bits; it reads a tensor ({tensor}) "
+        f"{filled}"
+    )
     return Explanation(
         cause="uninitialised_memory",
         text=f"{place(graph)}, {first.divergence.phase}: {what}",
-        advice="Write all of the tensor, or allocate it with torch.zeros. If NumPy or a raw kernel writes it, the "
-        "recorder cannot see that write",
+        advice=(
+            "Write all of the tensor, or allocate it with torch.zeros. If NumPy or a raw kernel "
+            "writes it, the recorder cannot see that write"
+        ),
     )
 
 
@@ -282,7 +350,8 @@ def _is_unwritten(entry: TensorLayout | None) -> bool:
 
 
 def external_write(graph: Graph, walk: Walk) -> Explanation | None:
-    """A weight, buffer, gradient or optimizer state differs, and no recorded op wrote the difference.
+    """A weight, buffer, gradient or optimizer state differs,
+    and no recorded op wrote the difference.
 
     Causes: external_write
 
@@ -300,8 +369,10 @@ def external_write(graph: Graph, walk: Walk) -> Explanation | None:
     return Explanation(
         cause="external_write",
         text=f"{place(graph)}{what}",
-        advice="Check the code that runs at that point. If the write is intended, do it inside a step with torch ops, "
-        "which the recorder sees",
+        advice=(
+            "Check the code that runs at that point. If the write is intended, do it inside a step "
+            "with torch ops, which the recorder sees"
+        ),
     )
 
 
@@ -319,9 +390,11 @@ def _between_steps(graph: Graph) -> str:
 
 
 def _changed_between_steps(graph: Graph) -> list[str]:
-    """Return the names of tensors whose bits at the start of a step differ from those that the previous step left.
+    """Return the names of tensors whose bits at the start of a step differ from those
+    that the previous step left.
 
-    The list is empty if a checkpoint, an unrecorded step or an op without a digest may have written them.
+    The list is empty if a checkpoint, an unrecorded step or an op without a
+    digest may have written them.
     """
     if graph.is_first_seen or graph.is_after_gap or graph.is_resumed:
         return []
@@ -344,18 +417,28 @@ def _in_step(graph: Graph) -> str:
 
 
 def is_changed_in_step(graph: Graph) -> bool:
-    """Return whether the first difference is a named tensor that changed after its last recorded writer.
+    """Return whether the first difference is a named tensor that changed after
+    its last recorded writer.
 
     If no recorded op wrote it in this step, it matched when the step began.
     """
     first = graph.first
     if first.start == "written since":
         return first.divergence.phase in ("state", "gradient")
-    if first.start != "not recorded" or first.site.role != "named" or first.divergence.kind != "content":
+    if (
+        first.start != "not recorded"
+        or first.site.role != "named"
+        or first.divergence.kind != "content"
+    ):
         return False
     is_tensor = first.divergence.phase == "state" and first.divergence.dtype not in _NUMBERS
     read = graph.difference.sites_read(first.row)
-    return is_tensor and bool(read) and _sees_all_ops(graph, before=first.row) and all(map(_is_found, read))
+    return (
+        is_tensor
+        and bool(read)
+        and _sees_all_ops(graph, before=first.row)
+        and all(map(_is_found, read))
+    )
 
 
 def _before_an_op(graph: Graph) -> str:
@@ -369,7 +452,8 @@ def _before_an_op(graph: Graph) -> str:
 
 
 def _changed_inputs(graph: Graph) -> list[str]:
-    """Return the tensors that an op read, one of which an unseen write changed after its last writer.
+    """Return the tensors that an op read, one of which an unseen write
+    changed after its last writer.
 
     The list is empty if none of them is a weight, a gradient or other state.
     """
@@ -390,7 +474,8 @@ def _changed_inputs(graph: Graph) -> list[str]:
 def _shown_input(site: Site) -> str:
     """Return the name of a tensor that an op read, or of the op that made it.
 
-    It is "" for a number, a generator, and what the backward pass made: no code of the user runs before it is read.
+    It is "" for a number, a generator, and what the backward pass made:
+    no code of the user runs before it is read.
     """
     is_tensor = site.role in ("input", "named", "output", "delivered", "graph_output")
     if not is_tensor or (site.op and site.phase == "backward"):
@@ -400,7 +485,9 @@ def _shown_input(site: Site) -> str:
 
 def _is_found(site: Site) -> bool:
     """Return whether a site is a tensor of the state as the step found it."""
-    return not site.op and (site.role == "input" or (site.role == "named" and site.phase == "state"))
+    return not site.op and (
+        site.role == "input" or (site.role == "named" and site.phase == "state")
+    )
 
 
 def _sees_all_ops(graph: Graph, *, before: int) -> bool:
@@ -424,7 +511,10 @@ def _ran_between_steps(graph: Graph) -> str:
         return ""
     begin, end = map(evidence.moments.index, moments)
     points = [point for _, point in evidence.moments[begin : end + 1] if point not in _OF_DATA]
-    return _ran_there([*what_ran(points, evidence), *users_of("on_train_batch_start", evidence, AFTER)], "in between")
+    return _ran_there(
+        [*what_ran(points, evidence), *users_of("on_train_batch_start", evidence, AFTER)],
+        "in between",
+    )
 
 
 def _ran_in_step(phase: str, graph: Graph) -> str:
@@ -450,6 +540,8 @@ def _normed_gradient(graph: Graph) -> str | None:
     program, position = graph.difference.side(graph.first.row)
     site = program.sites[position]
     call = (site.phase, site.module, site.op, site.occurrence, "output")
-    num_outputs = sum((one.phase, one.module, one.op, one.occurrence, one.role) == call for one in program.sites)
+    num_outputs = sum(
+        (one.phase, one.module, one.op, one.occurrence, one.role) == call for one in program.sites
+    )
     names = graph.gradients[-1]
     return names[site.output] if num_outputs == len(names) else None

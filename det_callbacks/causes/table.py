@@ -1,18 +1,23 @@
 """Why two runs differ: the walk from the first difference to its root, and what the root means.
 
-What a node read: ``_row_reads`` for the rows of a step, ``OF_STARTS`` for those with which it starts, ``change_reads``
-for generators, ``READS`` for the other kinds. The walk follows a proven edge first, else the one that is yielded first.
-``CAUSES`` says what a root of each kind means: the first of its functions that answers.
+What a node read: ``_row_reads`` for the rows of a step, ``OF_STARTS`` for those with which it
+starts, ``change_reads`` for generators, ``READS`` for the other kinds. The walk follows a proven
+edge first, else the one that is yielded first. ``CAUSES`` says what a root of each kind means: the
+first of its functions that answers.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from det_callbacks.causes import data, generators, ops, programs, settings, states
+from det_callbacks.causes.data import batch_lines
+from det_callbacks.causes.generators import show_change, show_idle
 from det_callbacks.causes.graph import Explanation, Graph, Node, Walk
-from det_callbacks.causes.sentences import explain_first
+from det_callbacks.causes.sentences import both_values, explain_first
+from det_callbacks.causes.states import initial_sources, random_initial
 from det_callbacks.compare.metrics import MetricDifference
 from det_callbacks.runs.program import UNWRITTEN, Site
+from det_callbacks.text import at_most, count
 from det_callbacks.verdict import Divergence, TrailEntry, TrailKind
 
 MAX_NODES = 12  # more than any walk has; it could only be longer by a cycle
@@ -20,9 +25,13 @@ MAX_NODES = 12  # more than any walk has; it could only be longer by a cycle
 Reads = Callable[[Graph, Node], Iterator[Node]]
 Rule = Callable[[Graph, Walk], Explanation | None]
 
+MAX_LINES = 20  # of evidence
+
 
 def find_walk(graph: Graph) -> Walk:
-    """Walk from the first difference to what it came from: along a proven edge before one that may be."""
+    """Walk from the first difference to what it came from: along a proven
+    edge before one that may be.
+    """
     nodes = [_row_node(graph, graph.first.row)]
     while len(nodes) < MAX_NODES:
         read = sorted(_reads(graph, nodes[-1]), key=lambda node: not node.is_proven)
@@ -33,14 +42,18 @@ def find_walk(graph: Graph) -> Walk:
 
 
 def find_cause(graph: Graph, walk: Walk) -> Explanation:
-    """Return the cause that the root of a walk means: the first answer of its kind, or else of the first difference."""
+    """Return the cause that the root of a walk means: the first answer of its kind,
+    or else of the first difference.
+    """
     rules = (*CAUSES[walk.root.kind], ops.first_difference)
     found = next(known for rule in rules if (known := rule(graph, walk)) is not None)
     return found if found.text else replace(found, text=explain_first(graph))
 
 
 def trail_of(graph: Graph, walk: Walk) -> tuple[TrailEntry, ...]:
-    """Return a walk as it is shown, the root first; an entry is proven if the next one certainly read it."""
+    """Return a walk as it is shown, the root first; an entry is proven if the
+    next one certainly read it.
+    """
     difference = graph.difference
     entries = [
         TrailEntry(
@@ -60,7 +73,9 @@ def trail_of(graph: Graph, walk: Walk) -> tuple[TrailEntry, ...]:
 
 
 def trail_of_metric(metric: MetricDifference) -> tuple[TrailEntry, ...]:
-    """Return the trail of a metric: the setting or the row that explains it, if one does, and the metric."""
+    """Return the trail of a metric: the setting or the row that explains it, if
+    one does, and the metric.
+    """
     found, choice, root = metric.divergence(), metric.explaining_choice, metric.root
     last = TrailEntry(
         kind="metric",
@@ -78,7 +93,11 @@ def trail_of_metric(metric: MetricDifference) -> tuple[TrailEntry, ...]:
         values = str(choice.reference), str(choice.current)
     elif root is not None:
         row, values = root[0], root[1:]
-        kinds: dict[str, TrailKind] = {"length": "loaded", "generator": "generator", "batch": "batch"}
+        kinds: dict[str, TrailKind] = {
+            "length": "loaded",
+            "generator": "generator",
+            "batch": "batch",
+        }
         first = replace(last, kind=kinds[row.kind], name=row.of, proven=False)
     else:
         return (last,)
@@ -151,17 +170,28 @@ def _row_reads(graph: Graph, node: Node, row: int) -> Iterator[Node]:
     elif start == "outside":
         yield from OF_STARTS.get(node.kind, _nothing)(graph, node)
     elif start == "unseen writer" and difference.reads_detail(row, UNWRITTEN):
-        yield Node(kind="unwritten", name="memory that no recorded op wrote", step=node.step, moment=node.moment)
-    elif start in ("written since", "unseen writer", "graph replay") or states.is_changed_in_step(graph):
+        yield Node(
+            kind="unwritten",
+            name="memory that no recorded op wrote",
+            step=node.step,
+            moment=node.moment,
+        )
+    elif start in ("written since", "unseen writer", "graph replay") or states.is_changed_in_step(
+        graph
+    ):
         yield Node(kind="outside", name=states.UNSEEN_WRITE, step=node.step, moment=node.moment)
     else:
         yield from _may_have_read(graph, node, row)
 
 
 def _may_have_read(graph: Graph, node: Node, row: int) -> Iterator[Node]:
-    """Yield what a row may have read whose reads were not all recorded: options, generators, settings."""
+    """Yield what a row may have read whose reads were not all recorded: options,
+    generators, settings.
+    """
     is_unrecorded = graph.difference.start(row) == "not recorded"
-    is_older = graph.is_after_gap and graph.origin is None and graph.first.divergence.kind == "content"
+    is_older = (
+        graph.is_after_gap and graph.origin is None and graph.first.divergence.kind == "content"
+    )
     if is_unrecorded and is_older:
         yield Node(kind="outside", name=states.UNRECORDED_STEPS, step=node.step)
         return
@@ -232,7 +262,9 @@ READS: Mapping[TrailKind, Reads] = {
 
 def _setting(graph: Graph, walk: Walk) -> Explanation | None:
     """A seed means what it reaches; any other setting explains the difference itself."""
-    return _by_reached(graph, walk) if walk.root.change is not None else settings.setting(graph, walk)
+    return (
+        _by_reached(graph, walk) if walk.root.change is not None else settings.setting(graph, walk)
+    )
 
 
 def _by_reached(graph: Graph, walk: Walk) -> Explanation | None:
@@ -241,12 +273,20 @@ def _by_reached(graph: Graph, walk: Walk) -> Explanation | None:
 
 
 def _option(graph: Graph, walk: Walk) -> Explanation | None:
-    return _by_reached(graph, walk) if walk.reached.kind == "batch" else settings.optimizer_option(graph, walk)
+    return (
+        _by_reached(graph, walk)
+        if walk.reached.kind == "batch"
+        else settings.optimizer_option(graph, walk)
+    )
 
 
 def _restored_option(graph: Graph, walk: Walk) -> Explanation | None:
     has_option = any(node.kind == "option" for node in walk.nodes)
-    return settings.optimizer_option(graph, walk) if has_option and walk.reached.kind != "batch" else None
+    return (
+        settings.optimizer_option(graph, walk)
+        if has_option and walk.reached.kind != "batch"
+        else None
+    )
 
 
 def _of_source(graph: Graph, walk: Walk) -> Explanation | None:
@@ -294,3 +334,26 @@ CAUSES: Mapping[TrailKind, Sequence[Rule]] = {
     "outside": (states.unrecorded_steps, states.external_write, _of_source, *_OF_ROWS),
 }
 """What a root means, by its kind."""
+
+
+def evidence_lines(graph: Graph) -> tuple[str, ...]:
+    """Return the evidence in chronological order: weights, data, generators, settings."""
+    lines = list[str]()
+    if graph.evidence.unread:
+        lines.append(f"the evidence of generators and data cannot be used: {graph.evidence.unread}")
+    if graph.is_first_seen and graph.num_initial:
+        lines.append(f"initial state: {_of_initial_state(graph)}")
+    lines += batch_lines(graph)
+    lines += [show_change(one, graph.evidence) for one in graph.evidence.generators]
+    lines += [show_idle(one) for one in graph.evidence.idle]
+    lines += [f"setting: {both_values([entry])}" for entry in graph.choices]
+    return tuple(at_most(MAX_LINES, lines))
+
+
+def _of_initial_state(graph: Graph) -> str:
+    names = [name for name in initial_sources(graph) if name not in graph.further]
+    if not names:
+        return f"{count(graph.num_initial, 'tensor')}, all equal"
+    text = f"{len(names)} of {graph.num_initial} tensors differ"
+    is_all_random = {*names} == random_initial(graph) and len(names) < graph.num_initial
+    return f"{text}, all that are not constant" if is_all_random else text

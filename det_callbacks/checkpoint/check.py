@@ -10,8 +10,18 @@ import msgspec
 import torch
 from torch import Tensor
 
-from det_callbacks.checkpoint.entries import Entries, Entry, entries_of, walk
-from det_callbacks.checkpoint.files import RESUME, SIDECAR, Sidecar, measure, read_part, read_sidecar
+from det_callbacks.checkpoint.files import (
+    RESUME,
+    SIDECAR,
+    Entries,
+    Entry,
+    Sidecar,
+    entries_of,
+    measure,
+    read_part,
+    read_sidecar,
+    walk,
+)
 from det_callbacks.digest.components import measure_tensors
 from det_callbacks.errors import CheckpointFormatError, CheckpointNotFoundError
 
@@ -25,10 +35,12 @@ class EntryDifference:
         path: keys below the section, joined by "/"; "" if the section is a single value.
         kind: "content" (different bits or a different value), "structure" (a different shape, dtype
             or type), "missing" (only the reference has it) or "extra".
-        reference: digest (16 hexadecimal digits), layout, type, or a shortened value; None for "extra".
+        reference: digest (16 hexadecimal digits), layout, type, or a
+            shortened value; None for "extra".
         current: the same for the current checkpoint; None for "missing".
         parameter: owner of an optimizer's state, if known.
-        num_elements: number of elements; None if the tensors were not loaded, as is ``num_differing``.
+        num_elements: number of elements; None if the tensors were not loaded,
+            as is ``num_differing``.
         num_differing: elements whose bits differ.
         max_ulps: largest distance of two finite elements in units in the last place, or None.
 
@@ -54,7 +66,11 @@ class EntryDifference:
     def name(self) -> str:
         """Section and path, with the parameter if known: "state_dict: net.weight"."""
         name = f"{self.section}: {self.path}" if self.path else self.section
-        return name if self.parameter is None else f"{name} ({self.path.rpartition('/')[2]} of {self.parameter})"
+        return (
+            name
+            if self.parameter is None
+            else f"{name} ({self.path.rpartition('/')[2]} of {self.parameter})"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,15 +121,19 @@ class CheckpointReport:
         """Return the JSON form."""
         content: dict[str, Any] = msgspec.to_builtins(self)
         sidecar = content.pop("sidecar")
-        save = None if sidecar is None else {name: sidecar[name] for name in ("id", "run", "step", "epoch")}
+        save = (
+            None
+            if sidecar is None
+            else {name: sidecar[name] for name in ("id", "run", "step", "epoch")}
+        )
         return {"schema": 1, "equal": self.equal, **content, "save": save}
 
 
 def check_checkpoint(path: str | Path, other: str | Path | None = None) -> CheckpointReport:
     """Compare a checkpoint with the digests next to it, or with another checkpoint.
 
-    It reads the file once. If the bytes differ, or if you compare two checkpoints, it loads them with
-    ``weights_only=True``, which takes memory for one or two checkpoints.
+    It reads the file once. If the bytes differ, or if you compare two checkpoints, it loads them
+    with ``weights_only=True``, which takes memory for one or two checkpoints.
 
     Args:
         path: a checkpoint on a disk; a folder only to compare it with its digests.
@@ -139,9 +159,9 @@ def check_checkpoint(path: str | Path, other: str | Path | None = None) -> Check
     sidecar = read_sidecar(place)
     if sidecar is None:
         raise CheckpointNotFoundError(
-            f"There is nothing to compare {place} with: {place.name}{SIDECAR} is not in its folder. "
-            "DeterminismCallback saves it with each checkpoint; if you copied this checkpoint, copy "
-            f"that file and {place.name}{RESUME}/, too.",
+            f"There is nothing to compare {place} with: {place.name}{SIDECAR} is not in its "
+            "folder. DeterminismCallback saves it with each checkpoint; if you copied this "
+            f"checkpoint, copy that file and {place.name}{RESUME}/, too.",
             str(place),
         )
     report = compare_saved(place, sidecar)
@@ -156,20 +176,39 @@ def compare_saved(place: Path, sidecar: Sidecar) -> CheckpointReport:
     if found is None and not has_same_bytes:
         problem = ": its bytes changed since it was saved"
         if content.size < sidecar.file.size:
-            problem = f": it has {content.size:,} of the {sidecar.file.size:,} bytes saved, so it is truncated"
+            problem = (
+                f": it has {content.size:,} of the {sidecar.file.size:,} bytes saved, so it is "
+                "truncated"
+            )
         found = entries_of(_load(place, problem))
     entries = sidecar.entries if found is None else found
-    return _report(place, sidecar.entries, entries, content.size, has_same_bytes=has_same_bytes, sidecar=sidecar)
+    return _report(
+        place,
+        sidecar.entries,
+        entries,
+        content.size,
+        has_same_bytes=has_same_bytes,
+        sidecar=sidecar,
+    )
 
 
 def _report(
-    place: Path, reference: Entries, current: Entries, num_bytes: int, sidecar: Sidecar | None = None, **more: Any
+    place: Path,
+    reference: Entries,
+    current: Entries,
+    num_bytes: int,
+    sidecar: Sidecar | None = None,
+    **more: Any,
 ) -> CheckpointReport:
     return CheckpointReport(
         path=str(place),
-        entries=tuple(_differences(reference, current, {} if sidecar is None else sidecar.parameters)),
+        entries=tuple(
+            _differences(reference, current, {} if sidecar is None else sidecar.parameters)
+        ),
         sections={section: len(inner) for section, inner in reference.items()},
-        num_tensors=sum(entry.kind == "tensor" for inner in reference.values() for entry in inner.values()),
+        num_tensors=sum(
+            entry.kind == "tensor" for inner in reference.values() for entry in inner.values()
+        ),
         num_bytes=num_bytes,
         sidecar=sidecar,
         **more,
@@ -181,11 +220,14 @@ def _load(place: Path, problem: str = "") -> dict[Any, Any]:
         with place.open("rb") as file:
             checkpoint: dict[Any, Any] = torch.load(file, map_location="cpu", weights_only=True)
         if not isinstance(checkpoint, dict):
-            raise TypeError(f"it holds a {type(checkpoint).__qualname__} instead of a checkpoint's dictionary")
+            raise TypeError(
+                f"it holds a {type(checkpoint).__qualname__} instead of a checkpoint's dictionary"
+            )
     except Exception as error:  # torch raises anything for a damaged file
         raise CheckpointFormatError(
-            f"{place} cannot be read{problem} ({type(error).__name__}: {str(error).partition(chr(10))[0]}). Nothing "
-            "was loaded. Use another checkpoint, or restore this one from a copy.",
+            f"{place} cannot be read{problem} ({type(error).__name__}: "
+            f"{str(error).partition(chr(10))[0]}). Nothing was loaded. Use another checkpoint, or "
+            "restore this one from a copy.",
             str(place),
         ) from error
     return checkpoint
@@ -197,8 +239,14 @@ def _check_two(*places: Path) -> CheckpointReport:
     reference, current = map(entries_of, loaded)
     more: dict[str, Any] = {"has_same_bytes": contents[0] == contents[1], "other": str(places[1])}
     report = _report(places[0], reference, current, contents[0].size, **more)
-    values = [{(section, path): value for section, path, value in walk(checkpoint)} for checkpoint in loaded]
-    counted = (_counted(one, *(each.get((one.section, one.path)) for each in values)) for one in report.entries)
+    values = [
+        {(section, path): value for section, path, value in walk(checkpoint)}
+        for checkpoint in loaded
+    ]
+    counted = (
+        _counted(one, *(each.get((one.section, one.path)) for each in values))
+        for one in report.entries
+    )
     return replace(report, entries=tuple(counted))
 
 
@@ -206,16 +254,22 @@ def _existing(path: str | Path) -> Path:
     place = Path(path).resolve()  # the sidecar is next to the file that a link points to
     if not (place.is_file() or place.is_dir()):  # a pipe would be waited for
         raise CheckpointNotFoundError(
-            f"There is no checkpoint {path} on this disk, so nothing was compared. Check the name, or copy the "
-            "checkpoint here together with the files next to it.",
+            f"There is no checkpoint {path} on this disk, so nothing was compared. Check the name, "
+            "or copy the checkpoint here together with the files next to it.",
             str(place),
         )
     return place
 
 
-def _differences(reference: Entries, current: Entries, parameters: Mapping[str, str]) -> Iterator[EntryDifference]:
+def _differences(
+    reference: Entries, current: Entries, parameters: Mapping[str, str]
+) -> Iterator[EntryDifference]:
     before, after = (
-        {(section, path): entry for section, inner in entries.items() for path, entry in inner.items()}
+        {
+            (section, path): entry
+            for section, inner in entries.items()
+            for path, entry in inner.items()
+        }
         for entries in (reference, current)
     )
     for section, path in {**before, **after}:
@@ -226,8 +280,14 @@ def _differences(reference: Entries, current: Entries, parameters: Mapping[str, 
         shown = [None if entry is None else _layout(entry) for entry in (one, other)]
         if one is not None and other is not None and shown[0] == shown[1]:
             kind, shown = "content", [one.digest, other.digest]
-        parameter = parameters.get("/".join(path.split("/")[:3])) if section == "optimizer_states" else None
-        sides: dict[str, Any] = {"reference": shown[0], "current": shown[1], "parameter": parameter or None}
+        parameter = (
+            parameters.get("/".join(path.split("/")[:3])) if section == "optimizer_states" else None
+        )
+        sides: dict[str, Any] = {
+            "reference": shown[0],
+            "current": shown[1],
+            "parameter": parameter or None,
+        }
         yield EntryDifference(section=section, path=path, kind=kind, **sides)
 
 

@@ -9,7 +9,9 @@ from det_callbacks.errors import CheckpointMismatchError
 
 
 def require_saved(place: Path) -> Sidecar | None:
-    """Return the sidecar of a checkpoint, if any; raise ``CheckpointMismatchError`` if it does not match."""
+    """Return the sidecar of a checkpoint, if any; raise
+    ``CheckpointMismatchError`` if it does not match.
+    """
     sidecar = read_sidecar(place)
     if sidecar is not None and not (report := compare_saved(place, sidecar)).equal:
         names = tuple(entry.name for entry in report.entries)

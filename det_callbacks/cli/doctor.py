@@ -2,7 +2,7 @@
 
 import argparse
 
-from det_callbacks.cli.found import print_found
+from det_callbacks.cli.parser import print_found
 from det_callbacks.environment.installation import look_at_installation
 from det_callbacks.errors import CheckError
 from det_callbacks.report.console import make_console, print_line
@@ -12,7 +12,9 @@ from det_callbacks.report.installation import broken_report, broken_to_dict
 def doctor(options: argparse.Namespace) -> int:
     here = look_at_installation()
     if here.broken or here.missing:
-        return print_found(options, lambda: broken_to_dict(here), lambda: broken_report(here), status=2)
+        return print_found(
+            options, lambda: broken_to_dict(here), lambda: broken_report(here), status=2
+        )
 
     from det_callbacks.environment.doctor import diagnose  # noqa: PLC0415  # loads torch
     from det_callbacks.native.library import state  # noqa: PLC0415  # loads torch
@@ -31,5 +33,8 @@ def native(options: argparse.Namespace) -> int:
     found = build()
     if found.path is None:
         raise CheckError(f"The native recorder cannot be built: {found.problem}.")
-    print_line(make_console(), f"The native recorder is built: {found.path}. DET_CALLBACKS_RECORDER=native uses it.")
+    print_line(
+        make_console(),
+        f"The native recorder is built: {found.path}. DET_CALLBACKS_RECORDER=native uses it.",
+    )
     return 0

@@ -9,8 +9,14 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from det_callbacks.runs.disk import make_folder, replace_atomically, writing
-from det_callbacks.runs.files import READ_ERRORS, damaged, open_file
+from det_callbacks.runs.files import (
+    READ_ERRORS,
+    damaged,
+    make_folder,
+    open_file,
+    replace_atomically,
+    writing,
+)
 
 INPUTS = "inputs.safetensors"
 REPRO = "repro.py"
@@ -25,7 +31,9 @@ _DTYPES |= {f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)} | {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repro:
-    """What was written: ``path`` is None if nothing was, and ``text`` says why; else it is what the file printed."""
+    """What was written: ``path`` is None if nothing was, and ``text`` says why;
+    else it is what the file printed.
+    """
 
     path: Path | None
     text: str
@@ -34,7 +42,8 @@ class Repro:
 def make_repro(saved: Path, folder: Path, *, settings: Mapping[str, Any], python: str) -> Repro:
     """Write ``repro.py`` and its inputs for a call that ``CallCapture`` saved, and run it.
 
-    The call of a backward op is repeated through the forward op, if that was saved and the file runs; else by itself.
+    The call of a backward op is repeated through the forward op, if that was saved and the file
+    runs; else by itself.
     """
     content = _read_call(saved)
     path, call = folder / REPRO, content["call"]
@@ -48,7 +57,10 @@ def make_repro(saved: Path, folder: Path, *, settings: Mapping[str, Any], python
         text = _rendered(title=form[0], body=form[1], call=call, content=content, settings=settings)
         replace_atomically(path, text.encode())
         if not op.startswith(_OF_TORCH):
-            return Repro(path=path, text=f"{op} is not an op of torch: name the module that registers it in MODULES")
+            return Repro(
+                path=path,
+                text=f"{op} is not an op of torch: name the module that registers it in MODULES",
+            )
         try:
             done = run_file(python, path)
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -62,7 +74,12 @@ def make_repro(saved: Path, folder: Path, *, settings: Mapping[str, Any], python
 
 
 def _rendered(
-    *, title: str, body: str, call: Mapping[str, Any], content: Mapping[str, Any], settings: Mapping[str, Any]
+    *,
+    title: str,
+    body: str,
+    call: Mapping[str, Any],
+    content: Mapping[str, Any],
+    settings: Mapping[str, Any],
 ) -> str:
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, undefined=StrictUndefined, keep_trailing_newline=True)
@@ -87,7 +104,12 @@ def run_file(python: str, path: Path) -> "subprocess.CompletedProcess[str]":
     """Run a file that was written."""
     command = [python, str(path)]
     return subprocess.run(
-        command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, timeout=_SECONDS
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        timeout=_SECONDS,
     )
 
 
@@ -109,14 +131,22 @@ def _dtypes_of(content: Mapping[str, Any]) -> str:
 
 
 def _settings_text(settings: Mapping[str, Any], op: str, *, is_on_device: bool) -> str:
-    lines = [f'torch.set_float32_matmul_precision("{settings.get("float32_matmul_precision") or "highest"}")']
+    lines = [
+        'torch.set_float32_matmul_precision("'
+        f'{settings.get("float32_matmul_precision") or "highest"}")'
+    ]
     if is_on_device:
         names = ("benchmark", "deterministic", "allow_tf32")
-        lines += [f"torch.backends.cudnn.{name} = {settings.get(f'cudnn_{name}')}" for name in names]
+        lines += [
+            f"torch.backends.cudnn.{name} = {settings.get(f'cudnn_{name}')}" for name in names
+        ]
         if workspace := settings.get("cublas_workspace_config"):
             lines.append(f'os.environ["CUBLAS_WORKSPACE_CONFIG"] = "{workspace}"')
     if not op.startswith(_OF_TORCH):
-        lines += ['MODULES = []  # modules that register the op, such as ["my_ops"]', "[*map(__import__, MODULES)]"]
+        lines += [
+            'MODULES = []  # modules that register the op, such as ["my_ops"]',
+            "[*map(__import__, MODULES)]",
+        ]
     return "\n".join(lines)
 
 
@@ -127,15 +157,25 @@ def _by_itself(content: Mapping[str, Any]) -> tuple[str, str]:
     if "generator" in content["saved"]:
         lines.append('torch.set_rng_state(t["generator"])')
     lines.append(f"result = torch.ops.{call['op']}({', '.join(call['arguments'])})")
-    computed = "[result] if isinstance(result, torch.Tensor) else [r for r in result if isinstance(r, torch.Tensor)]"
+    computed = (
+        "[result] if isinstance(result, torch.Tensor) else [r for r in result if isinstance(r, "
+        "torch.Tensor)]"
+    )
     if opaque := call["opaque"]:  # their bits mean nothing
-        computed = f"[r for i, r in enumerate(result) if isinstance(r, torch.Tensor) and i not in {opaque}]"
-    lines.append(f"return {'[' + ', '.join(call['written']) + ']' if call['written'] else computed}")
+        computed = (
+            "[r for i, r in enumerate(result) if isinstance(r, torch.Tensor) and i not in "
+            f"{opaque}]"
+        )
+    lines.append(
+        f"return {'[' + ', '.join(call['written']) + ']' if call['written'] else computed}"
+    )
     return f"Calls {call['op']} with saved inputs.", _indented(lines)
 
 
 def _through_forward(content: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the same for the forward call whose gradient the op computes, or None if it cannot be called."""
+    """Return the same for the forward call whose gradient the op computes,
+    or None if it cannot be called.
+    """
     call, forward = content["call"], content.get("forward")
     if forward is None or forward["problem"]:
         return None
@@ -149,9 +189,15 @@ def _through_forward(content: Mapping[str, Any]) -> tuple[str, str] | None:
     lines.append(f"result = torch.ops.{forward['op']}({', '.join(forward['arguments'])})")
     output = f"result[{number}]" if len(forward["outputs"]) > 1 else "result"
     gradient = _source_of(call["tensors"][name], name, "")
-    lines.append(f"gradients = torch.autograd.grad({output}, [{', '.join(leaves)}], {gradient}, allow_unused=True)")
+    lines.append(
+        f"gradients = torch.autograd.grad({output}, [{', '.join(leaves)}], {gradient}, "
+        "allow_unused=True)"
+    )
     lines.append("return [gradient for gradient in gradients if gradient is not None]")
-    return f"Calls {forward['op']} with saved inputs, and {call['op']} in its backward pass.", _indented(lines)
+    return (
+        f"Calls {forward['op']} with saved inputs, and {call['op']} in its backward pass.",
+        _indented(lines),
+    )
 
 
 def _source_of(tensor: Mapping[str, Any], name: str, prefix: str) -> str:
@@ -161,7 +207,11 @@ def _source_of(tensor: Mapping[str, Any], name: str, prefix: str) -> str:
         source += f".view({kind})" + (f".reshape({shape})" if tensor["stride"] is None else "")
     if tensor["device"] != "cpu":
         source = tensor["of"] if tensor["of"] != name else f'{source}.to("{tensor["device"]}")'
-    return source + (f".as_strided({shape}, {tuple(tensor['stride'])}, {tensor['offset']})" if tensor["stride"] else "")
+    return source + (
+        f".as_strided({shape}, {tuple(tensor['stride'])}, {tensor['offset']})"
+        if tensor["stride"]
+        else ""
+    )
 
 
 def _lines_of(call: Mapping[str, Any], prefix: str, *, with_gradients: bool) -> list[str]:

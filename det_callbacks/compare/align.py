@@ -1,9 +1,10 @@
-"""Aligns the rows of two steps: by position in one program, else by a sequence diff over the units of both.
+"""Aligns the rows of two steps: by position in one program,
+else by a sequence diff over the units of both.
 
 A unit is an op call with all its rows, or one named row. Units are matched with four keys, from
 strict (with digests) to loose. None of the keys has the occurrence of a site or its edges, so one
-op inserted among twenty of its kind shows as one op. Matches never cross, after ``order.py`` has put
-named rows and updates into the reference's order.
+op inserted among twenty of its kind shows as one op. Matches never cross, after ``order.py`` has
+put named rows and updates into the reference's order.
 """
 
 from bisect import bisect_left
@@ -17,8 +18,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from det_callbacks.compare.arguments import read_arguments
-from det_callbacks.compare.order import Owners, in_reference_order, owners_of_updates
+from det_callbacks.compare.order import (
+    Owners,
+    in_reference_order,
+    owners_of_updates,
+    read_arguments,
+)
 from det_callbacks.runs.program import Site, StepView
 
 # of rows that precede the call that reads them, and of rows that may follow the first row of a call
@@ -26,12 +31,16 @@ _INPUT_ROLES = ("input", "generator", "delivered", "graph_output")
 _LATER_ROLES = ("output", "value", "sent", "region_input")
 
 Pairs = list[tuple[int, int]]
-"""Positions of rows, or indices of units, in the reference and in the current step; -1 means none."""
+"""Positions of rows, or indices of units, in the reference and in the current step;
+-1 means none.
+"""
 
 _Item = TypeVar("_Item")
 
 MAX_CELLS = 1_000_000
-"""The largest product of two lengths for which a gap is searched for its longest common blocks; some 0.1 s."""
+"""The largest product of two lengths for which a gap is searched for its longest
+common blocks; some 0.1 s.
+"""
 
 
 class MatchKey(IntEnum):
@@ -57,9 +66,9 @@ class Gap(NamedTuple):
 class Alignment:
     """The position of each row in both steps; -1 if a step does not have the row.
 
-    It omits two kinds of rows without a partner: numbers of a call with outputs, which the other side may keep as
-    constants, and input rows of a call in only one step. ``reordered`` has the phases whose named rows or updates
-    come in a different order than in the reference.
+    It omits two kinds of rows without a partner: numbers of a call with outputs, which the other
+    side may keep as constants, and input rows of a call in only one step. ``reordered`` has the
+    phases whose named rows or updates come in a different order than in the reference.
     """
 
     reference: np.ndarray
@@ -100,7 +109,8 @@ def match_keys(reference: Sequence[Hashable], current: Sequence[Hashable]) -> Pa
 
 class _Unit(NamedTuple):
     input_rows: range
-    rows: range  # outputs of a call, or a named row; a call without outputs has its argument row here
+    # outputs of a call, or a named row; a call without outputs has its argument row here
+    rows: range
     argument_row: int  # of a call with outputs, or -1
     sites: tuple[Site, ...]  # of ``rows``, as are names and owners
     names: tuple[str | None, ...]
@@ -114,7 +124,9 @@ class _Step(NamedTuple):
 
 
 def _group(view: StepView, interned: dict[Hashable, int]) -> _Step:
-    """Group the rows of a step into units; ``interned`` numbers the keys of both sides, for fast comparison."""
+    """Group the rows of a step into units; ``interned`` numbers the keys of both sides,
+    for fast comparison.
+    """
 
     def intern(*key: Hashable) -> int:
         return interned.setdefault(key, len(interned))
@@ -134,11 +146,24 @@ def _group(view: StepView, interned: dict[Hashable, int]) -> _Step:
         # names identify rows of the state or the batch
         op_or_name = (head.op,) if head.op else (head.op, head.role, head.name)
         op = intern(MatchKey.OP, head.phase, head.module, *op_or_name)
-        outputs, names = tuple((row.role, row.output) for row in rows), tuple(row.name for row in rows)
+        outputs, names = (
+            tuple((row.role, row.output) for row in rows),
+            tuple(row.name for row in rows),
+        )
         structure = intern(MatchKey.STRUCTURE, op, outputs, names)
-        given = (tuple(layouts[first:stop]), read_arguments(view, first).canonical if head.op else None)
+        given = (
+            tuple(layouts[first:stop]),
+            read_arguments(view, first).canonical if head.op else None,
+        )
         arguments = intern(MatchKey.ARGUMENTS, structure, given)
-        bits = intern(MatchKey.DIGEST, op, outputs, given, tuple(digests[first:stop]), tuple(owners[first:stop]))
+        bits = intern(
+            MatchKey.DIGEST,
+            op,
+            outputs,
+            given,
+            tuple(digests[first:stop]),
+            tuple(owners[first:stop]),
+        )
         unit = _Unit(
             input_rows=range(begin, start),
             rows=range(first, stop),
@@ -163,7 +188,8 @@ def _bounds(sites: tuple[Site, ...]) -> Iterator[tuple[int, int, int]]:
         stop = _end_of_unit(sites, start)
         first = start
         if sites[start].op and begin < start:
-            # generators at a step's top belong to no op; an output of a ``_foreach`` op reads only its own inputs
+            # generators at a step's top belong to no op; an output of a ``_foreach`` op
+            # reads only its own inputs
             read = set(chain.from_iterable(site.inputs for site in sites[start:stop]))
             while first > begin and first - 1 in read:
                 first -= 1
@@ -186,8 +212,15 @@ def _end_of_unit(sites: tuple[Site, ...], start: int) -> int:
 
 
 def _follows(site: Site, before: Site, output: int) -> bool:
-    """Return whether a row is the output number ``output`` of the call that the row before it belongs to."""
-    is_same_call = (site.phase, site.module, site.op, site.output) == (before.phase, before.module, before.op, output)
+    """Return whether a row is the output number ``output`` of the call that the
+    row before it belongs to.
+    """
+    is_same_call = (site.phase, site.module, site.op, site.output) == (
+        before.phase,
+        before.module,
+        before.op,
+        output,
+    )
     return is_same_call and site.role in _LATER_ROLES
 
 
@@ -210,7 +243,12 @@ def _match_units(reference: list[_Unit], current: list[_Unit]) -> Pairs:
 
 
 def _match_by(
-    key: MatchKey, reference: list[_Unit], current: list[_Unit], gaps: list[Gap], *, suffix_first: bool
+    key: MatchKey,
+    reference: list[_Unit],
+    current: list[_Unit],
+    gaps: list[Gap],
+    *,
+    suffix_first: bool,
 ) -> tuple[Pairs, list[Gap]]:
     """Return the matches in gaps, and the gaps that remain between them."""
     reference_keys = [unit.keys[key] for unit in reference]
@@ -229,7 +267,9 @@ def _match_by(
 
 
 def _is_same_sequence(reference: Sequence[_Unit], current: Sequence[_Unit]) -> bool:
-    """Return whether both have the same ops: a search by arguments would then pair some with their neighbours."""
+    """Return whether both have the same ops: a search by arguments would then pair
+    some with their neighbours.
+    """
     return len(reference) == len(current) and all(
         reference_unit.keys[MatchKey.OP] == current_unit.keys[MatchKey.OP]
         and _have_compatible_names(reference_unit.names, current_unit.names)
@@ -238,7 +278,9 @@ def _is_same_sequence(reference: Sequence[_Unit], current: Sequence[_Unit]) -> b
 
 
 def _have_compatible_names(reference: Sequence[str | None], current: Sequence[str | None]) -> bool:
-    """Return whether names may name the same tensors in order; a name may be unknown on one side."""
+    """Return whether names may name the same tensors in order;
+    a name may be unknown on one side.
+    """
     if len(reference) != len(current):
         return False
     return all(None in pair or pair[0] == pair[1] for pair in zip(reference, current, strict=True))
@@ -252,21 +294,32 @@ def _join(reference: _Step, current: _Step, matches: Pairs) -> Pairs:
     reference_start = current_start = 0
     for reference_index, current_index in matches:
         rows += _unmatched_rows(
-            reference.units[reference_start:reference_index], current.units[current_start:current_index], partners
+            reference.units[reference_start:reference_index],
+            current.units[current_start:current_index],
+            partners,
         )
-        reference_unit, current_unit = reference.units[reference_index], current.units[current_index]
+        reference_unit, current_unit = (
+            reference.units[reference_index],
+            current.units[current_index],
+        )
         rows += [(position, -1) for position in reference_unit.input_rows if position not in paired]
         rows += [(partners.get(position, -1), position) for position in current_unit.input_rows]
         rows += _pair_outputs(reference.view, reference_unit, current.view, current_unit)
         reference_start, current_start = reference_index + 1, current_index + 1
-    return rows + _unmatched_rows(reference.units[reference_start:], current.units[current_start:], partners)
+    return rows + _unmatched_rows(
+        reference.units[reference_start:], current.units[current_start:], partners
+    )
 
 
-def _unmatched_rows(reference: Sequence[_Unit], current: Sequence[_Unit], partners: dict[int, int]) -> Pairs:
+def _unmatched_rows(
+    reference: Sequence[_Unit], current: Sequence[_Unit], partners: dict[int, int]
+) -> Pairs:
     """Return the rows of units without a match; of their input rows, only those with a partner."""
     rows: Pairs = [(position, -1) for unit in reference for position in unit.rows]
     for unit in current:
-        rows += [(partners[position], position) for position in unit.input_rows if position in partners]
+        rows += [
+            (partners[position], position) for position in unit.input_rows if position in partners
+        ]
         rows += [(-1, position) for position in unit.rows]
     return rows
 
@@ -274,21 +327,26 @@ def _unmatched_rows(reference: Sequence[_Unit], current: Sequence[_Unit], partne
 def _pair_inputs(reference: _Step, current: _Step, matches: Pairs) -> dict[int, int]:
     """Return the reference's input row for each input row of the current step that has one.
 
-    An inserted op gets the rows of tensors that it reads first, so rows outside matched calls are paired by key.
+    An inserted op gets the rows of tensors that it reads first,
+    so rows outside matched calls are paired by key.
     """
     partners = _pair_inputs_of_calls(reference, current, matches)
     return partners | _pair_inputs_by_key(reference, current, partners)
 
 
 def _pair_inputs_of_calls(reference: _Step, current: _Step, matches: Pairs) -> dict[int, int]:
-    """Return the reference's input row for each input row of matched calls that read the same in order."""
+    """Return the reference's input row for each input row of matched calls
+    that read the same in order.
+    """
     partners: dict[int, int] = {}
     for reference_index, current_index in matches:
         reference_rows = reference.units[reference_index].input_rows
         current_rows = current.units[current_index].input_rows
         reference_sites = _in_range(reference.view.program.sites, reference_rows)
         current_sites = _in_range(current.view.program.sites, current_rows)
-        has_same_roles = [site.role for site in reference_sites] == [site.role for site in current_sites]
+        has_same_roles = [site.role for site in reference_sites] == [
+            site.role for site in current_sites
+        ]
         if has_same_roles and _have_compatible_names(
             [site.name for site in reference_sites], [site.name for site in current_sites]
         ):
@@ -296,16 +354,32 @@ def _pair_inputs_of_calls(reference: _Step, current: _Step, matches: Pairs) -> d
     return partners
 
 
-def _pair_inputs_by_key(reference: _Step, current: _Step, partners: dict[int, int]) -> dict[int, int]:
-    """Return the reference's input row for each of the current step that is not in ``partners``, if keys match."""
+def _pair_inputs_by_key(
+    reference: _Step, current: _Step, partners: dict[int, int]
+) -> dict[int, int]:
+    """Return the reference's input row for each of the current step that is not in
+    ``partners``, if keys match.
+    """
     paired = {*partners.values()}
-    reference_rows = [position for unit in reference.units for position in unit.input_rows if position not in paired]
-    current_rows = [position for unit in current.units for position in unit.input_rows if position not in partners]
+    reference_rows = [
+        position
+        for unit in reference.units
+        for position in unit.input_rows
+        if position not in paired
+    ]
+    current_rows = [
+        position
+        for unit in current.units
+        for position in unit.input_rows
+        if position not in partners
+    ]
     pairs = _pair_by_key(
         [(_input_key(reference.view, position), position) for position in reference_rows],
         [(_input_key(current.view, position), position) for position in current_rows],
     )
-    return {current_row: reference_row for reference_row, current_row in pairs if reference_row >= 0}
+    return {
+        current_row: reference_row for reference_row, current_row in pairs if reference_row >= 0
+    }
 
 
 def _input_key(view: StepView, position: int) -> tuple[Hashable, ...]:
@@ -316,8 +390,12 @@ def _input_key(view: StepView, position: int) -> tuple[Hashable, ...]:
     return site.role, site.name, view.layout.entries[position], int(view.record.digests[position])
 
 
-def _pair_by_key(reference: Sequence[tuple[Hashable, int]], current: Sequence[tuple[Hashable, int]]) -> Pairs:
-    """Return each current position with the first unused reference position of the same key, else -1."""
+def _pair_by_key(
+    reference: Sequence[tuple[Hashable, int]], current: Sequence[tuple[Hashable, int]]
+) -> Pairs:
+    """Return each current position with the first unused reference position
+    of the same key, else -1.
+    """
     unused: defaultdict[Hashable, list[int]] = defaultdict(list)
     for key, position in reversed(reference):
         unused[key].append(position)
@@ -342,13 +420,21 @@ def _pair_outputs(
         ]
         return list(zip(keys, unit.rows, strict=True))
 
-    pairs = _pair_by_key(with_keys(reference_view, reference_unit), with_keys(current_view, current_unit))
+    pairs = _pair_by_key(
+        with_keys(reference_view, reference_unit), with_keys(current_view, current_unit)
+    )
     paired = {reference_row for reference_row, _ in pairs}
-    return [*rows, *((position, -1) for position in reference_unit.rows if position not in paired), *pairs]
+    return [
+        *rows,
+        *((position, -1) for position in reference_unit.rows if position not in paired),
+        *pairs,
+    ]
 
 
 def _is_same_list(reference: Sequence[Owners], current: Sequence[Owners]) -> bool:
-    """Return whether the outputs of an op on lists are for the same parameters, each for one, in a different order."""
+    """Return whether the outputs of an op on lists are for the same parameters, each for one,
+    in a different order.
+    """
     is_each_for_one = all(len(owners) == 1 for owners in current)
     return is_each_for_one and reference != current and {*reference} == {*current}
 
@@ -365,7 +451,11 @@ def _trim(
     pairs: Pairs = []
     for is_suffix in (suffix_first, not suffix_first):
         while reference_start < reference_stop and current_start < current_stop:
-            pair = (reference_stop - 1, current_stop - 1) if is_suffix else (reference_start, current_start)
+            pair = (
+                (reference_stop - 1, current_stop - 1)
+                if is_suffix
+                else (reference_start, current_start)
+            )
             if reference_keys[pair[0]] != current_keys[pair[1]]:
                 break
             pairs.append(pair)
@@ -407,7 +497,9 @@ def _match_blocks(reference_keys: Sequence[int], current_keys: Sequence[int], ga
 
 
 def _positions_by_occurrence(keys: Sequence[int], positions: range) -> dict[tuple[int, int], int]:
-    """Return positions by key and the number of its later occurrences among them, the last position first."""
+    """Return positions by key and the number of its later occurrences among them,
+    the last position first.
+    """
     seen: Counter[int] = Counter()
     found = {}
     for position in reversed(positions):
@@ -423,7 +515,9 @@ def _gaps_between(pairs: Pairs, gap: Gap) -> list[Gap]:
     gaps = []
     for reference_next, current_next in (*pairs, (gap.reference.stop, gap.current.stop)):
         if reference_start < reference_next and current_start < current_next:
-            gaps.append(Gap(range(reference_start, reference_next), range(current_start, current_next)))
+            gaps.append(
+                Gap(range(reference_start, reference_next), range(current_start, current_next))
+            )
         reference_start, current_start = reference_next + 1, current_next + 1
     return gaps
 
@@ -433,8 +527,11 @@ def _in_range(items: Sequence[_Item], positions: range) -> Sequence[_Item]:
 
 
 def _longest_ascending(candidates: Pairs) -> Pairs:
-    """Return the longest subsequence of pairs that ascends in both steps; the candidates ascend in the reference."""
-    # patience sorting; of each length, the subsequence whose last position in the current step is the smallest
+    """Return the longest subsequence of pairs that ascends in both steps;
+    the candidates ascend in the reference.
+    """
+    # patience sorting; of each length, the subsequence whose last position in the
+    # current step is the smallest
     ends: list[int] = []  # that position
     chains: list[tuple[Any, ...]] = []  # (its last pair, the subsequence before that pair)
     for pair in candidates:

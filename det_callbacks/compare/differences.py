@@ -1,4 +1,6 @@
-"""How the sites of one step differ, and which differences start there: their ops read no difference."""
+"""How the sites of one step differ, and which differences start there:
+their ops read no difference.
+"""
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -9,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from det_callbacks.compare.align import Alignment
-from det_callbacks.compare.arguments import ArgumentDifference, other_arguments
+from det_callbacks.compare.order import ArgumentDifference, other_arguments
 from det_callbacks.digest.host import format_digest
 from det_callbacks.runs.program import (
     AT_END,
@@ -50,8 +52,10 @@ _SOURCE_ROLES = ("input", "generator", "samples")
 _SOURCE_PHASES = ("data", "rng", "input")
 _BEFORE_OPS = ("state", "data", "rng", "input")
 _READ_UNSEEN = ("int", "float", "bool", "int32", "int64")
-"""Data types whose values Python or C++ may read without an op: Python's own numbers, and lengths and sizes in tensors
-(``Tensor.tolist``, NumPy, the ``batch_sizes`` of a native LSTM). A site does not record whether it is on the host."""
+"""Data types whose values Python or C++ may read without an op: Python's own numbers, and lengths
+and sizes in tensors (``Tensor.tolist``, NumPy, the ``batch_sizes`` of a native LSTM). A site does
+not record whether it is on the host.
+"""
 
 MAX_DESCRIBED = 100
 """How many divergences and origins of a step are described; all are counted."""
@@ -69,25 +73,33 @@ class RowDifference:
     site: Site
     start: Start
     is_rewired: bool = False  # the op reads different tensors than in the reference
-    layouts: tuple[TensorLayout | None, TensorLayout | None] | None = None  # of both steps, where they differ
+    # of both steps, where they differ
+    layouts: tuple[TensorLayout | None, TensorLayout | None] | None = None
     arguments: ArgumentDifference | None = None
     shapes_read: tuple[Shapes, Shapes] = ((), ())  # of the tensors that it read, in both steps
 
 
 class StepDifference:
-    """How the aligned sites of one step differ, and where each difference starts, by row of the alignment.
+    """How the aligned sites of one step differ, and where each difference starts,
+    by row of the alignment.
 
-    ``pairs`` has the two positions of each row (-1: none), ``kinds`` the kind of each differing row.
-    ``differs`` (bool by row) is whether its bits or layout differ, or only one side has it. It is False for
-    rows of arguments, because a call with the same outputs passes nothing on; ``arguments`` has the rows of
-    calls with different arguments.
+    ``pairs`` has the two positions of each row (-1: none), ``kinds`` the kind of each differing
+    row. ``differs`` (bool by row) is whether its bits or layout differ, or only one side has it. It
+    is False for rows of arguments, because a call with the same outputs passes nothing on;
+    ``arguments`` has the rows of calls with different arguments.
     """
 
     def __init__(self, reference: StepView, current: StepView, alignment: Alignment) -> None:
         self.reference, self.current, self.alignment = reference, current, alignment
-        self.rank, self.segment, self.step = current.rank, current.record.segment, current.record.step
+        self.rank, self.segment, self.step = (
+            current.rank,
+            current.record.segment,
+            current.record.step,
+        )
         reference_positions, current_positions = alignment.reference, alignment.current
-        self.pairs = list(zip(reference_positions.tolist(), current_positions.tolist(), strict=True))
+        self.pairs = list(
+            zip(reference_positions.tolist(), current_positions.tolist(), strict=True)
+        )
         both = (reference_positions >= 0) & (current_positions >= 0)
         self._both = both
         other_bits = np.zeros(len(alignment), dtype=bool)
@@ -97,7 +109,9 @@ class StepDifference:
         self._other_layout = other_layout
         if not alignment.is_same_program or reference.record.layout_id != current.record.layout_id:
             reference_entries, current_entries = reference.layout.entries, current.layout.entries
-            pairs = zip(reference_positions[both].tolist(), current_positions[both].tolist(), strict=True)
+            pairs = zip(
+                reference_positions[both].tolist(), current_positions[both].tolist(), strict=True
+            )
             other_layout[both] = [
                 reference_entries[reference_position] != current_entries[current_position]
                 for reference_position, current_position in pairs
@@ -110,11 +124,14 @@ class StepDifference:
         if is_argument.any() or not alignment.is_same_program:
             self.arguments = other_arguments(reference, current, self.pairs, self.differs)
         kinds: dict[int, Kind] = dict.fromkeys(np.flatnonzero(self.differs).tolist(), "content")
-        kinds.update(dict.fromkeys(np.flatnonzero(self.differs & other_layout).tolist(), "structure"))
+        kinds.update(
+            dict.fromkeys(np.flatnonzero(self.differs & other_layout).tolist(), "structure")
+        )
         kinds.update((row, "argument") for row, known in self.arguments.items() if known)
         kinds.update(dict.fromkeys(np.flatnonzero(reference_positions < 0).tolist(), "extra"))
         kinds.update(dict.fromkeys(np.flatnonzero(current_positions < 0).tolist(), "missing"))
-        # the layout of a named input is that of its first reader: a different reader is not a difference
+        # the layout of a named input is that of its first reader:
+        # a different reader is not a difference
         others = np.flatnonzero(self.differs & other_layout & ~other_bits).tolist()
         views = [row for row in others if self.site(row).role == "input" and self.site(row).name]
         if len(views) < len(kinds):
@@ -141,8 +158,12 @@ class StepDifference:
         if site.role in ("value", "argument", "graph"):
             layout = None
         else:
-            layout = (current if current_position >= 0 else reference).layout.entries[self.side(row)[1]]
-        reference_site = reference.program.sites[reference_position] if reference_position >= 0 else site
+            layout = (current if current_position >= 0 else reference).layout.entries[
+                self.side(row)[1]
+            ]
+        reference_site = (
+            reference.program.sites[reference_position] if reference_position >= 0 else site
+        )
         return Divergence(
             rank=self.rank,
             step=self.step,
@@ -166,7 +187,10 @@ class StepDifference:
         reference_position, current_position = self.pairs[row]
         layouts = None
         if self._other_layout[row]:
-            layouts = self.reference.layout.entries[reference_position], self.current.layout.entries[current_position]
+            layouts = (
+                self.reference.layout.entries[reference_position],
+                self.current.layout.entries[current_position],
+            )
         return RowDifference(
             divergence=self.describe(row),
             row=row,
@@ -175,7 +199,10 @@ class StepDifference:
             is_rewired=self._is_rewired(row),
             layouts=layouts,
             arguments=self.arguments.get(row),
-            shapes_read=(self._shapes_read(self.reference, row), self._shapes_read(self.current, row)),
+            shapes_read=(
+                self._shapes_read(self.reference, row),
+                self._shapes_read(self.current, row),
+            ),
         )
 
     def _shapes_read(self, view: StepView, row: int) -> Shapes:
@@ -220,15 +247,21 @@ class StepDifference:
     def is_leading(self) -> np.ndarray:
         """Bool by row: it comes before everything that the step computed."""
         programs = self.reference.program, self.current.program
-        return self._by_row(*(np.arange(len(program)) < num_leading_sites(program) for program in programs))
+        return self._by_row(
+            *(np.arange(len(program)) < num_leading_sites(program) for program in programs)
+        )
 
     def sites_read(self, row: int) -> list[Site]:
         return [self.side(row)[0].sites[position] for position in self.site(row).inputs]
 
     def rows_read(self, row: int) -> list[int]:
         """Return the rows that a row read, on either side."""
-        sides = zip((self.alignment.reference, self.alignment.current), self._sides_of_row(row), strict=True)
-        return [int(at) for positions, read in sides for at in np.flatnonzero(np.isin(positions, read))]
+        sides = zip(
+            (self.alignment.reference, self.alignment.current), self._sides_of_row(row), strict=True
+        )
+        return [
+            int(at) for positions, read in sides for at in np.flatnonzero(np.isin(positions, read))
+        ]
 
     def _sides_of_row(self, row: int) -> list[list[int]]:
         """Return the positions that a row read in the reference, and in the current step."""
@@ -254,7 +287,9 @@ class StepDifference:
                 yield view, position
 
     def _has_detail(self, row: int, *details: str, is_read: bool) -> bool:
-        """Return whether a row, or a site that it read, has one of these layout details in either step."""
+        """Return whether a row, or a site that it read, has one of these
+        layout details in either step.
+        """
         entries = (
             view.layout.entries[at]
             for view, position in self._sides_of(row)
@@ -267,15 +302,21 @@ class StepDifference:
     @cached_property
     def reads_difference(self) -> np.ndarray:
         """Bool by row: it read a site that differs, or memory that changed by a named tensor."""
-        sides = _Side(self.reference, self.alignment.reference), _Side(self.current, self.alignment.current)
+        sides = (
+            _Side(self.reference, self.alignment.reference),
+            _Side(self.current, self.alignment.current),
+        )
         for side in sides:
             positions = side.positions
             side.mark(positions[self.differs & (positions >= 0)], since=-1)
-        # a named tensor that differs, although it read no difference, shows that what it read has changed before it
+        # a named tensor that differs, although it read no difference,
+        # shows that what it read has changed before it
         is_first = self.differs & ~self._readers(sides) & (self.roles == "named")
         for row in np.flatnonzero(is_first).tolist():
             if self.kinds[row] == "content":
-                places = [(side, int(side.positions[row])) for side in sides if side.positions[row] >= 0]
+                places = [
+                    (side, int(side.positions[row])) for side in sides if side.positions[row] >= 0
+                ]
                 if not any(side.has_changed_inputs(position) for side, position in places):
                     for side, position in places:
                         side.mark(side.inputs(position), since=position)
@@ -296,7 +337,9 @@ class StepDifference:
     @cached_property
     def starts(self) -> Mapping[int, Start]:
         """The differing rows that read no difference, ascending; all others depend on them."""
-        return {row: self._start(row) for row in self.rows[~self.reads_difference[self.rows]].tolist()}
+        return {
+            row: self._start(row) for row in self.rows[~self.reads_difference[self.rows]].tolist()
+        }
 
     def start(self, row: int) -> Start:
         return self.starts.get(row, "read")
@@ -310,10 +353,19 @@ class StepDifference:
         is_found = site.phase == "state" and bool(self.is_leading[row])
         if not site.op and (site.role in _SOURCE_ROLES or site.phase in _SOURCE_PHASES or is_found):
             return "outside"
-        if site.op and not site.is_region and any(read.role == "graph" for read in self.sites_read(row)):
+        if (
+            site.op
+            and not site.is_region
+            and any(read.role == "graph" for read in self.sites_read(row))
+        ):
             return "inside a region"
         # the recorded writers of a named tensor left different bits
-        if not site.op and site.role == "named" and kind == "content" and any(one.op for one in self.sites_read(row)):
+        if (
+            not site.op
+            and site.role == "named"
+            and kind == "content"
+            and any(one.op for one in self.sites_read(row))
+        ):
             return "written since"
         if self.arguments.get(row) == {}:
             return "other arguments"
@@ -325,10 +377,14 @@ class StepDifference:
             return "graph replay"
         if not site.op:
             return "not recorded"
-        if site.is_region and any(MISSES_PARAMETERS in read.arguments for read in self.sites_read(row)):
+        if site.is_region and any(
+            MISSES_PARAMETERS in read.arguments for read in self.sites_read(row)
+        ):
             return "region parameters"
         # the writer of an input of a collective or region matches, so an unseen write changed it
-        is_given = site.role == "region_input" or (site.role == "sent" and kind in ("content", "structure"))
+        is_given = site.role == "region_input" or (
+            site.role == "sent" and kind in ("content", "structure")
+        )
         is_unseen = self.pairs[row][1] in self.current.unseen_writes
         # tensors in flight or unwritten have no recorded writer
         is_unknown = self._has_detail(row, IN_FLIGHT, UNWRITTEN, is_read=True)
@@ -337,9 +393,11 @@ class StepDifference:
         return "here" if self._is_checked(row) else "unchecked"
 
     def _is_checked(self, row: int) -> bool:
-        """Return whether a row was checked for unseen writes, or no unseen write to its inputs can be the reason.
+        """Return whether a row was checked for unseen writes,
+        or no unseen write to its inputs can be the reason.
 
-        Such a write changes neither the arguments of a call nor whether it runs, and a region has sites for its inputs.
+        Such a write changes neither the arguments of a call nor whether it runs, and a region has
+        sites for its inputs.
         """
         checked = self.current.checked
         if checked is None or self.kinds[row] not in ("content", "structure"):
@@ -352,10 +410,11 @@ class StepDifference:
         return self.reference.layout.unread or self.current.layout.unread
 
     def _may_be_passed_on(self, row: int) -> bool:
-        """Return whether a difference may follow, past every edge, from an earlier one that Python could read.
+        """Return whether a difference may follow, past every edge,
+        from an earlier one that Python could read.
 
-        Python can pass on shapes, numbers and whether an op runs, and in a backward pass how the forward ops were
-        called, but not different bits from the same inputs.
+        Python can pass on shapes, numbers and whether an op runs, and in a backward pass how the
+        forward ops were called, but not different bits from the same inputs.
         """
         if self.kinds[row] == "content" and not self._is_rewired(row):
             return False
@@ -378,9 +437,15 @@ class StepDifference:
 
     @cached_property
     def _first_readable(self) -> int:
-        """The first differing row that Python may have read: a different shape or dtype, or a number."""
-        is_readable = self._by_row(*(_readable_sites(view.program) for view in (self.reference, self.current)))
-        is_number = np.isin(_with_blank(self.current.layout.dtypes), _READ_UNSEEN)[self.alignment.current]
+        """The first differing row that Python may have read: a different
+        shape or dtype, or a number.
+        """
+        is_readable = self._by_row(
+            *(_readable_sites(view.program) for view in (self.reference, self.current))
+        )
+        is_number = np.isin(_with_blank(self.current.layout.dtypes), _READ_UNSEEN)[
+            self.alignment.current
+        ]
         is_seen = self._both & (self._other_layout | is_number)
         found = np.flatnonzero(self.differs & (is_readable | is_seen))
         drawn = (self._begin_row(row) for row in self.rows_after_step if self._is_of_host(row))
@@ -398,21 +463,34 @@ class StepDifference:
     def _begin_row(self, row: int) -> int:
         """Return the row of a generator at the start of the step, given its row at the end."""
         program, position = self.side(row)
-        side = self.alignment.current if program is self.current.program else self.alignment.reference
+        side = (
+            self.alignment.current if program is self.current.program else self.alignment.reference
+        )
         found = program.sites[position].inputs[:1]
         return int(np.flatnonzero(side == found[0])[0]) if found else row
 
     def _call(self, row: int) -> tuple[bool, int]:
-        """Return the key that the outputs of one call share: the side, and the position of the first output."""
+        """Return the key that the outputs of one call share: the side,
+        and the position of the first output.
+        """
         program, position = self.side(row)
         return program is self.current.program, position - program.sites[position].output
 
     def _is_rewired(self, row: int) -> bool:
-        """Return whether an op with different bits or shapes reads different sites than in the reference."""
+        """Return whether an op with different bits or shapes reads different
+        sites than in the reference.
+        """
         reference_position, current_position = self.pairs[row]
-        if self.alignment.is_same_program or not self.site(row).op or self.kinds[row] not in ("content", "structure"):
+        if (
+            self.alignment.is_same_program
+            or not self.site(row).op
+            or self.kinds[row] not in ("content", "structure")
+        ):
             return False
-        inputs = [self._partners.get(position, -1) for position in self.current.program.sites[current_position].inputs]
+        inputs = [
+            self._partners.get(position, -1)
+            for position in self.current.program.sites[current_position].inputs
+        ]
         return sorted(inputs) != sorted(self.reference.program.sites[reference_position].inputs)
 
     @cached_property
@@ -421,15 +499,19 @@ class StepDifference:
 
 
 def recomputed_otherwise(view: StepView) -> int | None:
-    """Return the first output that activation checkpointing computed again with other bits than before, or None.
+    """Return the first output that activation checkpointing computed again with other
+    bits than before, or None.
 
-    Its first executions are the calls of the same op in the same module, or outside modules on the same line, before
-    the backward pass, with the same arguments; a module may be called several times, and backward runs them in reverse.
+    Its first executions are the calls of the same op in the same module, or outside modules on the
+    same line, before the backward pass, with the same arguments; a module may be called several
+    times, and backward runs them in reverse.
     """
     first_runs: defaultdict[Hashable, set[int]] = defaultdict(set)
     again: list[tuple[int, Hashable]] = []
     digests = view.record.digests.tolist()
-    for position, (site, entry) in enumerate(zip(view.program.sites, view.layout.entries, strict=True)):
+    for position, (site, entry) in enumerate(
+        zip(view.program.sites, view.layout.entries, strict=True)
+    ):
         if site.op and site.role == "output" and site.name is None and entry is not None:
             # the detail, which parts of its inputs it reads, is only known of forward ops
             made = site.output, entry.dtype, entry.shape
@@ -439,7 +521,9 @@ def recomputed_otherwise(view: StepView) -> int | None:
                 again.append((position, key))
             elif site.phase != "backward":
                 first_runs[key].add(digests[position])
-    return next((at for at, key in again if key in first_runs and digests[at] not in first_runs[key]), None)
+    return next(
+        (at for at, key in again if key in first_runs and digests[at] not in first_runs[key]), None
+    )
 
 
 def num_leading_sites(program: Program) -> int:
@@ -458,10 +542,14 @@ def _with_blank(values: np.ndarray) -> np.ndarray:
 
 
 def _readable_sites(program: Program) -> np.ndarray:
-    """Return, bool by position, whether Python may read it: a number, the batch, Python's generators."""
+    """Return, bool by position, whether Python may read it: a number, the batch,
+    Python's generators.
+    """
     is_readable: np.ndarray = (program.roles == "value") | (program.phases == "data")
     for position in np.flatnonzero(program.roles == "generator").tolist():
-        is_readable[position] |= program.sites[position].of in HOST_GENERATORS and not program.sites[position].part
+        is_readable[position] |= (
+            program.sites[position].of in HOST_GENERATORS and not program.sites[position].part
+        )
     return is_readable
 
 
@@ -470,7 +558,8 @@ def _digest_at(view: StepView, position: int) -> str | None:
 
 
 class _Side:
-    """One of two steps: ``since[p]`` is the position from which on readers of site p see different bits.
+    """One of two steps: ``since[p]`` is the position from which on readers of
+    site p see different bits.
 
     It is -1 if p itself differs, and the length of the step if no reader does.
     """
@@ -494,7 +583,8 @@ class _Side:
     def readers(self) -> np.ndarray:
         """Return, bool by row, which rows read different bits."""
         readers, read = self._edges
-        is_reader = np.zeros(len(self._sites) + 1, dtype=bool)  # the last is of rows without a position
+        # the last is of rows without a position
+        is_reader = np.zeros(len(self._sites) + 1, dtype=bool)
         is_reader[readers[self._since[read] < readers]] = True
         found: np.ndarray = is_reader[self.positions]
         return found

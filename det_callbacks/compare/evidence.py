@@ -27,7 +27,9 @@ from det_callbacks.runs.program import IDLE, StepView
 from det_callbacks.runs.store import Run
 
 MAX_SEARCHED = 4
-"""How many samples of a batch's sketch, those with the smallest digests, are searched in the reference."""
+"""How many samples of a batch's sketch, those with the smallest digests,
+are searched in the reference.
+"""
 
 MIN_FOUND = 0.75
 """The share that is enough, because a sketch may leave one out."""
@@ -41,23 +43,31 @@ Part: TypeAlias = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """The evidence of one run since the last step that certainly matches began; settings and options may be older."""
+    """The evidence of one run since the last step that certainly matches began; settings and
+    options may be older.
+    """
 
     rows: tuple[EvidenceRow, ...]
-    settings: Mapping[Part, str]  # settings of the loaders: ("train_dataloader", "num_workers") -> "2"
-    hooks: Mapping[Part, str]  # ("on_train_batch_end", "before") -> the callbacks called before ours
+    # settings of the loaders: ("train_dataloader", "num_workers") -> "2"
+    settings: Mapping[Part, str]
+    # ("on_train_batch_end", "before") -> the callbacks called before ours
+    hooks: Mapping[Part, str]
     constants: frozenset[str] = frozenset()  # initial tensors that hold a single value
     options: Mapping[Part, tuple[int, str]] = field(
         default_factory=dict
     )  # ("0", "lr of group 0") -> since which step, JSON
     changed_options: frozenset[Part] = frozenset()  # those that have had another value
-    starts: Mapping[str, int] = field(default_factory=dict)  # digest of each generator's first state
+    # digest of each generator's first state
+    starts: Mapping[str, int] = field(default_factory=dict)
     scripted: tuple[str, ...] = ()  # modules that are, or contain, TorchScript
-    optimizers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # "0" -> the parameters that it trains
+    # "0" -> the parameters that it trains
+    optimizers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def of_batch(self, kind: EvidenceKind, step: int) -> dict[str, EvidenceRow]:
         """Return the rows of a kind on the batch of a step, by what they are of."""
-        return {row.of or row.part: row for row in self.rows if (row.step, row.kind) == (step, kind)}
+        return {
+            row.of or row.part: row for row in self.rows if (row.step, row.kind) == (step, kind)
+        }
 
     def samples(self, step: int) -> list[int]:
         """Return the digests of the samples in a step's batch."""
@@ -65,7 +75,11 @@ class Window:
 
     def states(self, name: str, step: int) -> list[EvidenceRow]:
         """Return the states of a generator up to the end of a step."""
-        return [row for row in self.rows if (row.kind, row.of) == ("generator", name) and row.step <= step]
+        return [
+            row
+            for row in self.rows
+            if (row.kind, row.of) == ("generator", name) and row.step <= step
+        ]
 
     def seed(self, name: str, place: tuple[int, str]) -> int | None:
         """Return the first seed of a generator that was recorded at or after (step, moment)."""
@@ -80,7 +94,8 @@ class GeneratorChange:
     name: str
     equal_at: tuple[int, str] | None = None  # None if it is equal nowhere in the window
     differs_at: tuple[int, str]  # for an idle generator, the first place in the window
-    has_other_start: bool = False  # whether it started in a different state, unused in both runs until ``differs_at``
+    # whether it started in a different state, unused in both runs until ``differs_at``
+    has_other_start: bool = False
     points: tuple[str, ...] = ()  # in between, of either run, from ``equal_at`` on
     only_reference: tuple[str, ...] = ()  # points there that only the reference has
     only_current: tuple[str, ...] = ()
@@ -99,7 +114,8 @@ class BatchChange:
     # how the indices that samplers drew differ; cut: different batch sizes
     indices: Literal["same", "reordered", "cut", "other"] | None = None
     has_loader: bool = True  # in either run
-    is_process_shuffle: bool = False  # torch's RandomSampler shuffles with the generator of the process
+    # torch's RandomSampler shuffles with the generator of the process
+    is_process_shuffle: bool = False
     is_loaded_alike: bool | None = None  # the loaders' output matches
     found_at: int | None = None  # step of the reference with samples of this batch
     is_whole: bool = False  # that batch holds all of them
@@ -109,8 +125,10 @@ class BatchChange:
     was_searched: bool = False
     num_samples: int = 0  # that the current run recorded of the batch
     num_same: int = 0  # of these, the ones that the reference's batch of the same step has
-    first_index: tuple[str, int, str, str] | None = None  # loader, position in the batch, both indices
-    settings: Mapping[Part, tuple[str, str]] = field(default_factory=dict)  # settings of the loaders that differ
+    # loader, position in the batch, both indices
+    first_index: tuple[str, int, str, str] | None = None
+    # settings of the loaders that differ
+    settings: Mapping[Part, tuple[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,23 +144,32 @@ class OptionChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """The evidence of a step that differs; the generators are in the order in which they started to differ."""
+    """The evidence of a step that differs; the generators are in the order in
+    which they started to differ.
+    """
 
     generators: tuple[GeneratorChange, ...] = ()
     idle: tuple[GeneratorChange, ...] = ()  # of generators from which nothing drew
     batch: BatchChange = BatchChange()
-    hooks: Mapping[Part, str] = field(default_factory=dict)  # hooks of the current run, see ``Window``
+    # hooks of the current run, see ``Window``
+    hooks: Mapping[Part, str] = field(default_factory=dict)
     constants: frozenset[str] = frozenset()  # initial tensors that are constant in both runs
     options: tuple[OptionChange, ...] = ()
     scripted: tuple[str, ...] = ()  # TorchScript modules of the current run
-    optimizers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # as in ``Window``, if equal in both runs
-    moments: tuple[tuple[int, str], ...] = ()  # (step, point) of the current run, from the step before on
+    # as in ``Window``, if equal in both runs
+    optimizers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # (step, point) of the current run, from the step before on
+    moments: tuple[tuple[int, str], ...] = ()
     unread: str = ""  # why it could not be read
 
     @property
     def other_starts(self) -> list[GeneratorChange]:
         """The generators that started in a different state."""
-        never_equal = (change for change in self.generators if change.has_other_start or change.equal_at is None)
+        never_equal = (
+            change
+            for change in self.generators
+            if change.has_other_start or change.equal_at is None
+        )
         return [*never_equal, *self.idle]
 
 
@@ -157,15 +184,26 @@ def find_evidence(reference: Run, current: Run, difference: StepDifference) -> E
         _require_step(current, current_window, *place)
     if reference_window is None or current_window is None:
         return Evidence()
-    has_other_batch = any(difference.site(row).phase == "data" for row in difference.starting("outside"))
+    has_other_batch = any(
+        difference.site(row).phase == "data" for row in difference.starting("outside")
+    )
     is_resumed = (difference.segment, step) in current.resumed_steps
     evidence = compare_windows(
-        reference_window, current_window, step, has_other_batch=has_other_batch, is_resumed=is_resumed
+        reference_window,
+        current_window,
+        step,
+        has_other_batch=has_other_batch,
+        is_resumed=is_resumed,
     )
     if not has_other_batch:
         return evidence
-    reference_samples, current_samples = reference_window.samples(step), current_window.samples(step)
-    new_samples = [sample for sample in current_samples if sample not in reference_samples][:MAX_SEARCHED]
+    reference_samples, current_samples = (
+        reference_window.samples(step),
+        current_window.samples(step),
+    )
+    new_samples = [sample for sample in current_samples if sample not in reference_samples][
+        :MAX_SEARCHED
+    ]
     found: dict[str, Any] = {}
     if new_samples:
         found = _find_samples(reference, *place, new_samples=new_samples, samples=current_samples)
@@ -185,18 +223,27 @@ def find_evidence(reference: Run, current: Run, difference: StepDifference) -> E
 
 
 def _require_step(run: Run, window: Window | None, rank: int, segment: int, step: int) -> None:
-    """Raise ReferenceFormatError unless the evidence of a run has a step, which the other run has."""
+    """Raise ReferenceFormatError unless the evidence of a run has a step,
+    which the other run has.
+    """
     if window is None or all(row.step != step for row in window.rows):
         path = str(evidence_path(run.rank(rank).file_of(segment, step).path))
-        raise ReferenceFormatError(f"{path} has nothing of step {step}: a kill lost it, or it is gone", path)
+        raise ReferenceFormatError(
+            f"{path} has nothing of step {step}: a kill lost it, or it is gone", path
+        )
 
 
-def _is_loaded_alike(reference: tuple[Window, StepView], current: tuple[Window, StepView]) -> bool | None:
+def _is_loaded_alike(
+    reference: tuple[Window, StepView], current: tuple[Window, StepView]
+) -> bool | None:
     """Return whether the loaders returned the same batch, or None if that is unknown.
 
     A run records what its loader returned only where something changed it until the step.
     """
-    reference_changed, current_changed = _changed_after_loading(*reference), _changed_after_loading(*current)
+    reference_changed, current_changed = (
+        _changed_after_loading(*reference),
+        _changed_after_loading(*current),
+    )
     reference_loaded = _given_batch(reference[1]) | reference_changed
     current_loaded = _given_batch(current[1]) | current_changed
     if (reference_changed or current_changed) and reference_loaded == current_loaded:
@@ -212,7 +259,11 @@ def _changed_after_loading(window: Window, view: StepView) -> dict[str, int]:
 def _given_batch(view: StepView) -> dict[str, int]:
     """Return the digests of the batch that a step got, by name."""
     sites = zip(view.program.sites, view.record.digests.tolist(), strict=True)
-    return {site.name or "": bits for site, bits in sites if (site.phase, site.role) == ("data", "named")}
+    return {
+        site.name or "": bits
+        for site, bits in sites
+        if (site.phase, site.role) == ("data", "named")
+    }
 
 
 def read_window(run: Run, rank: int, segment: int, step: int) -> Window | None:
@@ -221,7 +272,9 @@ def read_window(run: Run, rank: int, segment: int, step: int) -> Window | None:
     since = max(earlier_steps, default=None)
 
     def is_wanted(batch: pa.RecordBatch) -> np.ndarray:
-        texts, kinds, steps = (batch.column(name).to_numpy(False) for name in ("text", "kind", "step"))
+        texts, kinds, steps = (
+            batch.column(name).to_numpy(False) for name in ("text", "kind", "step")
+        )
         is_kept_until_changed = (texts != "") & ~np.isin(kinds, [*OF_BATCH, "number"])
         is_recent = steps >= (since or 0)
         return np.asarray((steps <= step) & (is_recent | is_kept_until_changed))
@@ -284,20 +337,33 @@ def gather_window(rows: Iterable[EvidenceRow], *, since: int | None) -> Window |
 
 def from_batch_start(rows: Iterable[EvidenceRow]) -> Iterator[EvidenceRow]:
     """Yield the rows since a step began, without those of its batch."""
-    return (row for row in dropwhile(lambda row: row.moment != BATCH_START, rows) if row.kind not in OF_BATCH)
+    return (
+        row
+        for row in dropwhile(lambda row: row.moment != BATCH_START, rows)
+        if row.kind not in OF_BATCH
+    )
 
 
 def _find_samples(
-    run: Run, rank: int, segment: int, step: int, *, new_samples: Sequence[int], samples: Sequence[int]
+    run: Run,
+    rank: int,
+    segment: int,
+    step: int,
+    *,
+    new_samples: Sequence[int],
+    samples: Sequence[int],
 ) -> dict[str, Any]:
-    """Return what a BatchChange says of a step that has all these samples, or one of ``new_samples``, or {}.
+    """Return what a BatchChange says of a step that has all these samples, or one of
+    ``new_samples``, or {}.
 
-    It is a step of the same epoch rather than of another one, and then the first. {} if less than ``MIN_FOUND`` of
-    the new samples are in the attempt.
+    It is a step of the same epoch rather than of another one, and then the first. {} if less than
+    ``MIN_FOUND`` of the new samples are in the attempt.
     """
     steps: defaultdict[int, set[int]] = defaultdict(set)
     values = np.array(samples, dtype=np.uint64)
-    rows = read_rows(run, rank, segment, step, lambda batch: np.isin(batch.column("value").to_numpy(), values))
+    rows = read_rows(
+        run, rank, segment, step, lambda batch: np.isin(batch.column("value").to_numpy(), values)
+    )
     for row in rows:
         if row.kind == "sample":
             steps[row.value].add(row.step)
@@ -332,22 +398,34 @@ def read_rows(
 
 
 def compare_windows(
-    reference: Window, current: Window, step: int, *, has_other_batch: bool = False, is_resumed: bool = False
+    reference: Window,
+    current: Window,
+    step: int,
+    *,
+    has_other_batch: bool = False,
+    is_resumed: bool = False,
 ) -> Evidence:
-    """Return what differs; a generator that was restored before the step only matters if the batch differs.
+    """Return what differs; a generator that was restored before the step only
+    matters if the batch differs.
 
-    At a resume it does not matter for the order of the samples either, which the position in the data determines.
+    At a resume it does not matter for the order of the samples either,
+    which the position in the data determines.
     """
     batch = _batch_change(reference, current, step)
     counts_earlier = has_other_batch and not (is_resumed and batch.indices not in (None, "same"))
     generators = dict.fromkeys(row.of for row in current.rows if row.kind == "generator")
-    found = (_generator_change(reference, current, step, name, counts_earlier=counts_earlier) for name in generators)
+    found = (
+        _generator_change(reference, current, step, name, counts_earlier=counts_earlier)
+        for name in generators
+    )
     changes = [change for change in found if change is not None]
     last_row = {(row.step, row.moment): index for index, row in enumerate(current.rows)}
     changes.sort(key=lambda change: last_row.get(change.differs_at, len(last_row)))
     return Evidence(
         generators=tuple(changes),
-        idle=tuple(_idle_generators(reference, current, step, moved={change.name for change in changes})),
+        idle=tuple(
+            _idle_generators(reference, current, step, moved={change.name for change in changes})
+        ),
         batch=batch,
         hooks=current.hooks,
         moments=tuple(dict.fromkeys((row.step, row.moment) for row in current.rows if row.moment)),
@@ -361,7 +439,10 @@ def compare_windows(
 def _option_changes(reference: Window, current: Window) -> Iterator[OptionChange]:
     """Yield the options that differ; optimizers are the same if they train the same parameters."""
     numbers = {frozenset(names): number for number, names in reference.optimizers.items()}
-    partners = {number: numbers.get(frozenset(names), number) for number, names in current.optimizers.items()}
+    partners = {
+        number: numbers.get(frozenset(names), number)
+        for number, names in current.optimizers.items()
+    }
     for number, option in sorted(current.options, key=lambda part: part[::-1]):
         key = partners.get(number, number), option
         if key not in reference.options:
@@ -374,7 +455,8 @@ def _option_changes(reference: Window, current: Window) -> Iterator[OptionChange
                 reference=reference_value,
                 current=current_value,
                 since=max(reference_since, current_since),
-                is_first_value=key not in reference.changed_options and (number, option) not in current.changed_options,
+                is_first_value=key not in reference.changed_options
+                and (number, option) not in current.changed_options,
             )
 
 
@@ -383,34 +465,48 @@ def _generator_change(
 ) -> GeneratorChange | None:
     """Return how a generator differs by the end of the step, or None if it does not.
 
-    Unless ``counts_earlier``, a state that matches when the step begins ends what differed before it.
+    Unless ``counts_earlier``, a state that matches when the step begins
+    ends what differed before it.
     """
     reference_states, current_states = reference.states(name, step), current.states(name, step)
     # with their steps, since a run may have resumed at this one
     places = [row[:2] for row in reference_states], [row[:2] for row in current_states]
     blocks = SequenceMatcher(None, *places, autojunk=False).get_matching_blocks()
-    pairs = [(block.a + offset, block.b + offset) for block in blocks for offset in range(block.size)]
+    pairs = [
+        (block.a + offset, block.b + offset) for block in blocks for offset in range(block.size)
+    ]
     differs = [
         reference_states[reference_index].value != current_states[current_index].value
         for reference_index, current_index in pairs
     ]
-    begins = [at for at, (_, index) in enumerate(pairs) if current_states[index][:2] == (step, BATCH_START)]
+    begins = [
+        at
+        for at, (_, index) in enumerate(pairs)
+        if current_states[index][:2] == (step, BATCH_START)
+    ]
     if begins and not counts_earlier and not differs[begins[0]]:
         pairs, differs = pairs[begins[0] :], differs[begins[0] :]
     if not any(differs):
         return None
     first = differs.index(True)
     reference_index, current_index = pairs[first]
-    reference_state, current_state = reference_states[reference_index], current_states[current_index]
+    reference_state, current_state = (
+        reference_states[reference_index],
+        current_states[current_index],
+    )
     place = current_state.step, current_state.moment
-    change = GeneratorChange(name=name, differs_at=place, seeds=_seeds(reference, current, name, place))
+    change = GeneratorChange(
+        name=name, differs_at=place, seeds=_seeds(reference, current, name, place)
+    )
     if not first:
         return change
     reference_equal_index, current_equal_index = pairs[first - 1]
     equal_state = current_states[current_equal_index]
     was_idle = equal_state.value == IDLE
     is_drawn_in_both = was_idle and IDLE not in (reference_state.value, current_state.value)
-    reference_between = [point for _, point in places[0][reference_equal_index + 1 : reference_index]]
+    reference_between = [
+        point for _, point in places[0][reference_equal_index + 1 : reference_index]
+    ]
     current_between = [point for _, point in places[1][current_equal_index + 1 : current_index]]
     only_reference = tuple(point for point in reference_between if point not in current_between)
     return replace(
@@ -432,17 +528,25 @@ def _idle_generators(
         is_idle = bool(states) and all(row.value == IDLE for row in states)
         if name not in moved and is_idle and reference.starts.get(name, start) != start:
             place = states[0].step, states[0].moment
-            yield GeneratorChange(name=name, differs_at=place, seeds=_seeds(reference, current, name, place))
+            yield GeneratorChange(
+                name=name, differs_at=place, seeds=_seeds(reference, current, name, place)
+            )
 
 
-def _seeds(reference: Window, current: Window, name: str, place: tuple[int, str]) -> tuple[int, int] | None:
+def _seeds(
+    reference: Window, current: Window, name: str, place: tuple[int, str]
+) -> tuple[int, int] | None:
     reference_seed, current_seed = reference.seed(name, place), current.seed(name, place)
-    return None if reference_seed is None or current_seed is None else (reference_seed, current_seed)
+    return (
+        None if reference_seed is None or current_seed is None else (reference_seed, current_seed)
+    )
 
 
 def _batch_change(reference: Window, current: Window, step: int) -> BatchChange:
     drawn = _in_both(reference, current, step, "indices")
-    texts = {loader: [json.loads(row.text or "[]") for row in rows] for loader, rows in drawn.items()}
+    texts = {
+        loader: [json.loads(row.text or "[]") for row in rows] for loader, rows in drawn.items()
+    }
     indices: Literal["same", "reordered", "cut", "other"] | None = None
     if drawn and _are_equal(drawn):
         indices = "same"
@@ -453,7 +557,9 @@ def _batch_change(reference: Window, current: Window, step: int) -> BatchChange:
     other_indices = (
         (loader, position, str(reference_index), str(current_index))
         for loader, pair in texts.items()
-        for position, (reference_index, current_index) in enumerate(zip_longest(*pair, fillvalue="none"))
+        for position, (reference_index, current_index) in enumerate(
+            zip_longest(*pair, fillvalue="none")
+        )
         if reference_index != current_index
     )
     settings = {
@@ -482,7 +588,11 @@ def _are_equal(rows: Mapping[str, tuple[EvidenceRow, EvidenceRow]]) -> bool:
 
 def _is_process_shuffle(settings: Mapping[Part, str]) -> bool:
     samplers = {loader: one for (loader, setting), one in settings.items() if setting == "sampler"}
-    shuffled = [loader for loader, sampler in samplers.items() if sampler.split(KIND_OF_SAMPLER)[-1] == "RandomSampler"]
+    shuffled = [
+        loader
+        for loader, sampler in samplers.items()
+        if sampler.split(KIND_OF_SAMPLER)[-1] == "RandomSampler"
+    ]
     return any(settings.get((loader, "separate generator")) == str(False) for loader in shuffled)
 
 

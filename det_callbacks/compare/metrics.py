@@ -3,12 +3,16 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from det_callbacks.runs.environment import VALIDATION, earlier_choice
+from det_callbacks.runs.manifest import VALIDATION, earlier_choice
 from det_callbacks.runs.metrics import CALLS, Metric, Reading, Readings, ReadRow
 from det_callbacks.verdict import Cause, Divergence, EnvironmentDifference, Kind
 
 # the cause if rows of a kind differ, the first one that does; a generator may have made the batch
-_CAUSES: Mapping[str, Cause] = {"length": "data_content", "generator": "rng", "batch": "data_content"}
+_CAUSES: Mapping[str, Cause] = {
+    "length": "data_content",
+    "generator": "rng",
+    "batch": "data_content",
+}
 _CHOICES: Mapping[str, Sequence[str]] = {
     # where a metric is read -> settings that determine how often and from which data it is computed
     "validation": VALIDATION,
@@ -21,7 +25,8 @@ _AFTER_SITES = 1 << 40
 class MetricDifference:
     """A metric that differs; a run that lacks it has the value None."""
 
-    order: tuple[int, int, int, int]  # among the differences of the run: after all sites of its step
+    # among the differences of the run: after all sites of its step
+    order: tuple[int, int, int, int]
     segment: int
     name: str
     values: tuple[Metric | None, Metric | None]
@@ -43,7 +48,9 @@ class MetricDifference:
         return not all(reading.metrics for reading in self.readings)
 
     def follows_from(self, segment: int, step: int | None = None) -> bool:
-        """Return whether steps in only one run, or an epoch that ended in only one run, explain it."""
+        """Return whether steps in only one run, or an epoch that ended in only one run,
+        explain it.
+        """
         if self.segment != segment or not self.is_read_in_one:
             return False
         at = self.readings[1].step
@@ -57,7 +64,9 @@ class MetricDifference:
         reference, current = ({row[:2]: row for row in reading.reads} for reading in self.readings)
         found = []
         for place, row in {**current, **reference}.items():
-            before, now = (known[place].value if place in known else "none" for known in (reference, current))
+            before, now = (
+                known[place].value if place in known else "none" for known in (reference, current)
+            )
             if before != now:
                 found.append((row, before, now))
         return found
@@ -85,7 +94,11 @@ class MetricDifference:
             return _CAUSES[self.root[0].kind]
         if self.kind != "content":
             return "structure"
-        return "settings" if self.is_after_gap and earlier_choice(self.choices) is not None else "unknown"
+        return (
+            "settings"
+            if self.is_after_gap and earlier_choice(self.choices) is not None
+            else "unknown"
+        )
 
     def divergence(self) -> Divergence:
         reference, current = self.values
@@ -131,15 +144,21 @@ class MetricComparison:
         return tuple(where for where, *_ in self._pending if where in CALLS and not self._is_common)
 
     def resume(self, step: int, *, is_first: bool) -> None:
-        """Ignore readings that may be missing after a resume; with ``is_first`` also all before it."""
+        """Ignore readings that may be missing after a resume;
+        with ``is_first`` also all before it.
+        """
         self._resumed.add(step)
         if is_first:
-            self._pending = {key: reading for key, reading in self._pending.items() if reading.step >= step}
+            self._pending = {
+                key: reading for key, reading in self._pending.items() if reading.step >= step
+            }
 
     def add(self, reading: Reading) -> bool:
-        """Compare a reading, and count the reference's earlier ones as missing; return whether it differs.
+        """Compare a reading, and count the reference's earlier ones as missing;
+        return whether it differs.
 
-        A reading that only this run has is counted and returns False, because missing steps may explain it.
+        A reading that only this run has is counted and returns False,
+        because missing steps may explain it.
         """
         before = self.num_differing
         of_fits = [known for known in self._pending.values() if known.where not in CALLS]
@@ -154,7 +173,9 @@ class MetricComparison:
         return differs
 
     def end(self, *, with_calls: bool = True) -> None:
-        """Count the remaining readings as missing; without ``with_calls``, not those after the fit."""
+        """Count the remaining readings as missing; without ``with_calls``,
+        not those after the fit.
+        """
         self._miss([one for one in self._pending.values() if with_calls or not one.is_after_fit])
 
     def _miss(self, readings: list[Reading]) -> None:
@@ -166,7 +187,10 @@ class MetricComparison:
     def _count(self, reference: Reading, current: Reading) -> None:
         step, where, call = current.order
         for number, name in enumerate({**current.metrics, **reference.metrics}):
-            reference_metric, current_metric = reference.metrics.get(name), current.metrics.get(name)
+            reference_metric, current_metric = (
+                reference.metrics.get(name),
+                current.metrics.get(name),
+            )
             if (
                 reference_metric is not None
                 and current_metric is not None

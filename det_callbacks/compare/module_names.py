@@ -12,12 +12,16 @@ from det_callbacks.runs.program import Program, Site, StepView
 from det_callbacks.text import listed
 
 Group = tuple[list[int], list[int]]
-"""Positions, in the reference and in the current step, of outputs whose concatenations correspond."""
+"""Positions, in the reference and in the current step,
+of outputs whose concatenations correspond.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """Patterns of modules in the reference and in the current run; one of the sides has one pattern."""
+    """Patterns of modules in the reference and in the current run;
+    one of the sides has one pattern.
+    """
 
     reference: tuple[str, ...]
     current: tuple[str, ...]
@@ -27,9 +31,9 @@ class _Rule:
 class ModuleNames:
     """Maps modules of the reference to modules of the current run, by rules in a file.
 
-    A rule is a line ``reference -> current``: patterns of module names, in which ``*`` matches the same text on both
-    sides. The first matching rule applies. Patterns separated by commas are modules that the other run has fused; their
-    outputs are concatenated in this order::
+    A rule is a line ``reference -> current``: patterns of module names, in which ``*`` matches the
+    same text on both sides. The first matching rule applies. Patterns separated by commas are
+    modules that the other run has fused; their outputs are concatenated in this order::
 
         encoder.layer.* -> blocks.*
         *.to_q, *.to_k, *.to_v -> *.qkv_proj        # a comment
@@ -40,28 +44,36 @@ class ModuleNames:
 
     @classmethod
     def read(cls, path: str | Path) -> "ModuleNames":
-        """Return the rules in a file; raise ``SelectionError``, which names the line, if it cannot be read."""
+        """Return the rules in a file; raise ``SelectionError``, which names the line,
+        if it cannot be read.
+        """
         try:
             lines = Path(path).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise SelectionError(f"The file of module names {path} cannot be read: {error}") from error
+            raise SelectionError(
+                f"The file of module names {path} cannot be read: {error}"
+            ) from error
         rules = []
         for number, line in enumerate(lines, start=1):
             text = line.partition("#")[0].strip()
             if not text:
                 continue
             reference, arrow, current = text.partition("->")
-            sides = [tuple(part.strip() for part in side.split(",")) for side in (reference, current)]
+            sides = [
+                tuple(part.strip() for part in side.split(",")) for side in (reference, current)
+            ]
             stars = {pattern.count("*") for side in sides for pattern in side}
             if not arrow or not all(map(all, sides)) or min(map(len, sides)) > 1 or len(stars) > 1:
                 raise SelectionError(
-                    f'{path}:{number}: {line.strip()!r} maps no modules. Write "reference -> current", patterns with '
-                    'as many "*" each; of modules that were fused, "*.to_q, *.to_k, *.to_v -> *.qkv_proj".'
+                    f'{path}:{number}: {line.strip()!r} maps no modules. Write "reference -> '
+                    'current", patterns with as many "*" each; of modules that were fused, '
+                    '"*.to_q, *.to_k, *.to_v -> *.qkv_proj".'
                 )
             rules.append(_Rule(*sides))
         if not rules:
             raise SelectionError(
-                f'{path} maps no modules. Write a line "reference -> current" for each that was renamed.'
+                f'{path} maps no modules. Write a line "reference -> current" for each that was '
+                "renamed."
             )
         return cls(Path(path), tuple(rules))
 
@@ -139,7 +151,9 @@ def _groups(rule: _Rule, reference: Sequence[Site], current: Sequence[Site]) -> 
 
 
 def _matched(pattern: str, module: str) -> list[str] | None:
-    """Return the texts that the stars of a pattern match in a module's name, or None if it does not match."""
+    """Return the texts that the stars of a pattern match in a module's name,
+    or None if it does not match.
+    """
     found = re.fullmatch("(.*)".join(map(re.escape, pattern.split("*"))), module)
     return None if found is None else list(found.groups())
 

@@ -1,8 +1,9 @@
 """Distinguishes rounding from a real change, by the differences of tensors that both runs kept.
 
-The comparison relates an op's error to the errors of its inputs. If an op carries on rounding, it multiplies the
-error by a small factor; a real change adds an error that the inputs do not explain. A site that was not kept, or has no
-partner, takes the error of its inputs; if an op behind it jumps, the change starts at the op without a partner.
+The comparison relates an op's error to the errors of its inputs. If an op carries on rounding, it
+multiplies the error by a small factor; a real change adds an error that the inputs do not explain.
+A site that was not kept, or has no partner, takes the error of its inputs; if an op behind it
+jumps, the change starts at the op without a partner.
 """
 
 import math
@@ -28,7 +29,9 @@ from det_callbacks.tensors.files import KEPT, SavedStep, SavedTensor, key_of, me
 from det_callbacks.verdict import Divergence, Numerics, SiteNumerics
 
 JUMP = 10.0
-"""An op is a jump if it multiplies the error of its inputs by this factor, or adds so many epsilons."""
+"""An op is a jump if it multiplies the error of its inputs by this factor,
+or adds so many epsilons.
+"""
 
 _NO_MEASURE = Measure(num_elements=0, num_unknown=1, excess=inf)
 """Of an op that only one run has: there is no partner to measure a distance to."""
@@ -37,23 +40,31 @@ _COPIES = re.compile(r"aten\.(_foreach_)?(_to_copy|clone|copy_?)\.")
 
 
 def compare_numerics(
-    reference: Run, current: Run, *, tolerance: Rounding | None = None, names: ModuleNames | None = None
+    reference: Run,
+    current: Run,
+    *,
+    tolerance: Rounding | None = None,
+    names: ModuleNames | None = None,
 ) -> Numerics:
     """Compare the tensors that two runs kept of the same steps.
 
     Raises:
-        SelectionError: a run is a verification or kept nothing; the message says how to keep tensors. Or a pattern of
-            ``names`` matches no module.
+        SelectionError: a run is a verification or kept nothing; the message says how to keep
+            tensors. Or a pattern of ``names`` matches no module.
         NothingComparedError: the runs have no step and site in common of which both kept a tensor.
         ReferenceFormatError: a file of kept tensors is damaged.
     """
     for run in (reference, current):
         is_verification = run.keeps != "all"
         if is_verification or not run.manifest.keep_tensors:
-            problem = "is a verification, which keeps only steps that differ" if is_verification else "kept no tensors"
+            problem = (
+                "is a verification, which keeps only steps that differ"
+                if is_verification
+                else "kept no tensors"
+            )
             raise SelectionError(
-                f"{run.path} {problem}, so it cannot be measured. Record that training with tensors, into another "
-                "folder, with the same steps and ops as the other run: "
+                f"{run.path} {problem}, so it cannot be measured. Record that training with "
+                "tensors, into another folder, with the same steps and ops as the other run: "
                 "det-callbacks record RUN --only-steps 0 --keep '*' -- python train.py"
             )
     found, counts, num_default = list[SiteNumerics](), Counter[str](), 0
@@ -72,14 +83,16 @@ def compare_numerics(
     if not found:
         reasons = "".join(f"; {number:,} sites: {reason}" for reason, number in counts.items())
         raise NothingComparedError(
-            f"{reference.path} and {current.path} kept no tensor that both have, of a step that both have{reasons}. "
-            "Record both with the same only_steps and keep_tensors."
+            f"{reference.path} and {current.path} kept no tensor that both have, of a step that "
+            f"both have{reasons}. Record both with the same only_steps and keep_tensors."
         )
-    # keep equal samples, since other elements may differ; drop tensors that differ only in the signs of zeros
+    # keep equal samples, since other elements may differ; drop tensors that differ
+    # only in the signs of zeros
     differing = [
         site
         for site in found
-        if site.kind != "equal" and (site.absolute != 0 or site.num_elements < prod(site.shape or ()))
+        if site.kind != "equal"
+        and (site.absolute != 0 or site.num_elements < prod(site.shape or ()))
     ]
     beyond = [site for site in found if not site.within]
     starts = [site for site in beyond if site.is_start]
@@ -88,7 +101,12 @@ def compare_numerics(
     jumps = [site for site in jumps if (site.segment, site.step) == first]
     jumps.sort(key=lambda site: _or_inf(site.growth), reverse=True)
     # an op that only one run has comes directly before the first jump behind it
-    listed = (site for jump in jumps for site in (starts_before.get(place_of(jump)), jump) if site is not None)
+    listed = (
+        site
+        for jump in jumps
+        for site in (starts_before.get(place_of(jump)), jump)
+        if site is not None
+    )
     jumps = [*dict.fromkeys(listed)]
     return Numerics(
         conclusion="change" if starts else "rounding" if differing else "none",
@@ -113,7 +131,9 @@ def _common_steps(reference: Run, current: Run) -> Iterator[tuple[list[StepView]
     for rank in sorted({*reference.ranks} & {*current.ranks}):
         reference_rank, current_rank = reference.rank(rank), current.rank(rank)
         for segment in sorted({*reference_rank.segments} & {*current_rank.segments}):
-            for step in np.intersect1d(reference_rank.steps(segment), current_rank.steps(segment)).tolist():
+            for step in np.intersect1d(
+                reference_rank.steps(segment), current_rank.steps(segment)
+            ).tolist():
                 place: dict[str, Any] = {"rank": rank, "segment": segment, "step": step}
                 kept = [SavedStep.of(run, **place, kind=KEPT) for run in (reference, current)]
                 if all(saved.exists for saved in kept):
@@ -121,7 +141,9 @@ def _common_steps(reference: Run, current: Run) -> Iterator[tuple[list[StepView]
 
 
 def kept_sites(view: StepView, saved: SavedStep) -> dict[int, str]:
-    """Return the keys of kept tensors by position; leave out sites whose bits are not those kept."""
+    """Return the keys of kept tensors by position; leave out sites whose bits
+    are not those kept.
+    """
     found = {}
     for position, site in enumerate(view.program.sites):
         key = key_of(site)
@@ -133,7 +155,9 @@ def kept_sites(view: StepView, saved: SavedStep) -> dict[int, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """A site of both steps and its positions in each: several for fused modules, none if a step lacks it."""
+    """A site of both steps and its positions in each: several for fused modules,
+    none if a step lacks it.
+    """
 
     positions: tuple[Sequence[int], Sequence[int]]
     divergence: Divergence | None = None  # None if it was not kept
@@ -190,7 +214,8 @@ class _Carried:
         """Return the largest error of a site's inputs."""
         inputs = self._sites[position].inputs
         if position not in self._paired:
-            # a tensor from outside that only this run reads, such as the weight of an added layer, has no error
+            # a tensor from outside that only this run reads, such as the weight of an
+            # added layer, has no error
             inputs = tuple(at for at in inputs if at in self._paired or self._sites[at].op)
         return _largest([self._carried[at] for at in inputs])
 
@@ -224,18 +249,30 @@ class _StepNumerics:
     def sites(self) -> list[SiteNumerics]:
         """Return the sites that both runs kept, in the order of the step."""
         rows = [*self._rows()]
-        sides = [_Carried(view, paired) for view, paired in zip(self._views, self._paired, strict=True)]
+        sides = [
+            _Carried(view, paired) for view, paired in zip(self._views, self._paired, strict=True)
+        ]
         for number, side in enumerate(sides):
             for row in rows:
                 side.note(row.positions[number], row)
             side.carry()
-        kept = sorted((row for row in rows if row.divergence is not None), key=lambda row: row.positions[1][0])
+        kept = sorted(
+            (row for row in rows if row.divergence is not None), key=lambda row: row.positions[1][0]
+        )
         sites = [self._site(row, sides) for row in kept]
         # with unknown inputs, nothing shows that the error is rounding
-        changed = [not site.within and (site.reads is None or _or_inf(site.growth) >= JUMP) for site in sites]
-        tainted = [set[int](), set[int]()]  # positions that a change has reached, including the change
+        changed = [
+            not site.within and (site.reads is None or _or_inf(site.growth) >= JUMP)
+            for site in sites
+        ]
+        # positions that a change has reached, including the change
+        tainted = [set[int](), set[int]()]
         for number, (view, reached) in enumerate(zip(self._views, tainted, strict=True)):
-            starts = [row.positions[number] for row, is_changed in zip(kept, changed, strict=True) if is_changed]
+            starts = [
+                row.positions[number]
+                for row, is_changed in zip(kept, changed, strict=True)
+                if is_changed
+            ]
             here = {at for positions in starts for at in positions}
             for position, site in enumerate(view.program.sites):
                 if position in here or not reached.isdisjoint(site.inputs):
@@ -244,16 +281,20 @@ class _StepNumerics:
         for row, compared, is_changed in zip(kept, sites, changed, strict=True):
             is_start = is_changed and not self._reads(row, tainted)
             found.append(replace(compared, is_start=is_start))
-            start = self._start_before(row, sides) if is_start and compared.reads is not None else None
+            start = (
+                self._start_before(row, sides) if is_start and compared.reads is not None else None
+            )
             if start is not None:
                 self.starts_before[place_of(compared)] = start
         return found
 
     def _start_before(self, row: _Row, sides: Sequence[_Carried]) -> SiteNumerics | None:
-        """Return the op between a row and the compared sites before it that only one run has, or None.
+        """Return the op between a row and the compared sites before it that
+        only one run has, or None.
 
-        Several: the first that reads a tensor of both runs, since a mask may have been made long before. Copies and
-        casts change no numbers, and different arguments of the row's own op explain its error.
+        Several: the first that reads a tensor of both runs, since a mask may have been made long
+        before. Copies and casts change no numbers, and different arguments of the row's
+        own op explain its error.
         """
         if row.divergence is None or row.divergence.kind == "argument":
             return None
@@ -271,10 +312,16 @@ class _StepNumerics:
             if not candidates:
                 continue
             copies = between - {*candidates}
-            readers = (at for at in candidates if any(it in paired or it in copies for it in sites[at].inputs))
+            readers = (
+                at
+                for at in candidates
+                if any(it in paired or it in copies for it in sites[at].inputs)
+            )
             position = next(readers, candidates[0])
             read = sides[number].read(position)
-            return _site_of(self._difference.describe(row_of[position]), _NO_MEASURE, read, is_start=True)
+            return _site_of(
+                self._difference.describe(row_of[position]), _NO_MEASURE, read, is_start=True
+            )
         return None
 
     def _reads(self, row: _Row, positions: Sequence[set[int]]) -> bool:
@@ -303,12 +350,18 @@ class _StepNumerics:
             else:
                 self.not_compared["only one run kept it"] += any(is_kept)
         for group in self._fused:
-            is_kept = [at in kept for positions, kept in zip(group, self._kept, strict=True) for at in positions]
+            is_kept = [
+                at in kept
+                for positions, kept in zip(group, self._kept, strict=True)
+                for at in positions
+            ]
             if not all(is_kept):
                 self.not_compared["of fused modules, and not all of them kept"] += 1
                 continue
             of_whole = int(len(group[1]) == 1)
-            whole = next(row for row, pair in enumerate(found.pairs) if pair[of_whole] == group[of_whole][0])
+            whole = next(
+                row for row, pair in enumerate(found.pairs) if pair[of_whole] == group[of_whole][0]
+            )
             yield self._compared(found.describe(whole), *group)
 
     def _equal(self, row: int, *, has_bits: bool) -> _Row:
@@ -338,7 +391,9 @@ class _StepNumerics:
             self.not_compared["of a dtype whose numbers are not known"] += 1
             return row
         known = measure_saved(reference, current)
-        bound = None if self._rounding is None else self._rounding.bound(divergence, coarser(*dtypes))
+        bound = (
+            None if self._rounding is None else self._rounding.bound(divergence, coarser(*dtypes))
+        )
         if bound is not None:
             known = replace(known, excess=_multiple(known.relative, bound))
         self.num_default += self._rounding is not None and bound is None
@@ -349,7 +404,11 @@ class _StepNumerics:
         if divergence is None or known is None:
             raise ValueError("it was not compared")
         read = _largest(
-            [side.read(at) for side, positions in zip(sides, row.positions, strict=True) for at in positions]
+            [
+                side.read(at)
+                for side, positions in zip(sides, row.positions, strict=True)
+                for at in positions
+            ]
         )
         growth = self._growth(row, read, known) if read.relative < inf else None
         site = _site_of(divergence, known, read, growth=growth)
@@ -358,8 +417,8 @@ class _StepNumerics:
     def _growth(self, row: _Row, read: _Error, known: Measure) -> float | None:
         """Return an error as a multiple of the error that explains it, or None if it has no number.
 
-        A sum whose terms cancel has a large relative error, but an absolute error like those of its n terms: about
-        sqrt(n) times as large if these are independent.
+        A sum whose terms cancel has a large relative error, but an absolute error like those of its
+        n terms: about sqrt(n) times as large if these are independent.
         """
         if known.relative is None or known.absolute is None or row.divergence is None:
             return None
@@ -374,7 +433,12 @@ class _StepNumerics:
 
 
 def _site_of(
-    divergence: Divergence, known: Measure, read: _Error, *, growth: float | None = None, is_start: bool = False
+    divergence: Divergence,
+    known: Measure,
+    read: _Error,
+    *,
+    growth: float | None = None,
+    is_start: bool = False,
 ) -> SiteNumerics:
     names = [one.name for one in fields(divergence) if one.name != "numbers"]
     return SiteNumerics(
@@ -394,13 +458,24 @@ def _joined(tensors: Sequence[SavedTensor], shape: tuple[int, ...]) -> SavedTens
     first = tensors[0]
     if len(tensors) == 1:
         return first
-    if any(tensor.every > 1 or len(tensor.shape) != len(shape) or tensor.dtype != first.dtype for tensor in tensors):
+    if any(
+        tensor.every > 1 or len(tensor.shape) != len(shape) or tensor.dtype != first.dtype
+        for tensor in tensors
+    ):
         return None
-    parts = [tensor.bits.reshape(*tensor.shape, tensor.bits.nbytes // max(tensor.num_saved, 1)) for tensor in tensors]
+    parts = [
+        tensor.bits.reshape(*tensor.shape, tensor.bits.nbytes // max(tensor.num_saved, 1))
+        for tensor in tensors
+    ]
     for axis in range(len(shape)):
         others = {tensor.shape[:axis] + tensor.shape[axis + 1 :] for tensor in tensors}
-        if others == {shape[:axis] + shape[axis + 1 :]} and sum(part.shape[axis] for part in parts) == shape[axis]:
-            return SavedTensor(dtype=first.dtype, shape=shape, bits=np.concatenate(parts, axis).reshape(-1))
+        if (
+            others == {shape[:axis] + shape[axis + 1 :]}
+            and sum(part.shape[axis] for part in parts) == shape[axis]
+        ):
+            return SavedTensor(
+                dtype=first.dtype, shape=shape, bits=np.concatenate(parts, axis).reshape(-1)
+            )
     return None
 
 

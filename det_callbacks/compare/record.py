@@ -1,7 +1,7 @@
 """``rank-00000/record.json``: what one rank of a verification compared, including matches.
 
-A rank writes it when a fit begins, with each step that it stores, every 1,000 steps, and when the fit ends: only then
-it does not say ``UNFINISHED``.
+A rank writes it when a fit begins, with each step that it stores, every 1,000 steps, and when the
+fit ends: only then it does not say ``UNFINISHED``.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,8 +10,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from det_callbacks.errors import ReferenceFormatError
-from det_callbacks.runs.disk import replace_atomically
-from det_callbacks.runs.files import READ_ERRORS, damaged, rank_folder, read_file, seal, unseal
+from det_callbacks.runs.files import (
+    READ_ERRORS,
+    damaged,
+    rank_folder,
+    read_file,
+    replace_atomically,
+    seal,
+    unseal,
+)
 from det_callbacks.runs.program import Program
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import EnvironmentDifference
@@ -24,7 +31,9 @@ TOGETHER = "divergence"
 """Why a verification was stopped on all ranks after the same step: it differed on one of them."""
 
 UNFINISHED = "unfinished"
-"""Why the comparison ends at a step without having been stopped: a kill, unless the verification is still running."""
+"""Why the comparison ends at a step without having been stopped: a kill,
+unless the verification is still running.
+"""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,7 +64,14 @@ class Tally:
         self.opaque_regions.update(program.opaque_regions)
 
     def add(self, other: "Tally") -> None:
-        for name in ("num_steps", "num_sites", "num_differing", "ops_seen", "ops_digested", "num_metrics"):
+        for name in (
+            "num_steps",
+            "num_sites",
+            "num_differing",
+            "ops_seen",
+            "ops_digested",
+            "num_metrics",
+        ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self._include(*(other.steps or ()))
         self._skip(other.ops_skipped)
@@ -87,7 +103,8 @@ class FitRecord:
     is_resumed: bool = False  # no step before its first one is missing
     metrics_since: int | None = None  # before which a resumed fit logged nothing
     was_found: bool = False  # whether its state told where it was resumed
-    unrestored: tuple[str, ...] = ()  # state that a checkpoint restored with different bits, or not at all
+    # state that a checkpoint restored with different bits, or not at all
+    unrestored: tuple[str, ...] = ()
     lacking: tuple[str, ...] = ()  # the latter
     exchanged: tuple[str, ...] = ()  # of the former, those that hold each other's bits
 
@@ -116,7 +133,8 @@ class RankRecord:
     steps: Literal["all", "common"]
     fits: tuple[FitRecord, ...]
     tally: Tally
-    machine: tuple[EnvironmentDifference, ...] = ()  # how this rank's machine differs from the reference's first rank
+    # how this rank's machine differs from the reference's first rank
+    machine: tuple[EnvironmentDifference, ...] = ()
     stopped: Stop | None = None
 
     @property
@@ -139,7 +157,9 @@ def write_record(folder: Path, record: RankRecord) -> None:
 
 
 def read_record(current: Run, rank: int) -> RankRecord:
-    """Return the record of a rank; ReferenceFormatError if it is missing, damaged or of another verification."""
+    """Return the record of a rank; ReferenceFormatError if it is missing,
+    damaged or of another verification.
+    """
     path = record_path(current.path, rank)
     try:
         record = unseal(read_file(path), RankRecord, run_id=current.manifest.run_id)
@@ -161,8 +181,9 @@ def read_records(reference: Run, current: Run) -> dict[int, RankRecord]:
     others = {record.reference_id for record in records.values()} - {reference.manifest.run_id}
     if others:
         raise ReferenceFormatError(
-            f"{current.path} was verified against a different reference ({', '.join(sorted(others))}) from the run in "
-            f"{reference.path} ({reference.manifest.run_id}), which was recorded later or elsewhere. Nothing was "
+            f"{current.path} was verified against a different reference "
+            f"({', '.join(sorted(others))}) from the run in {reference.path} "
+            f"({reference.manifest.run_id}), which was recorded later or elsewhere. Nothing was "
             "compared. Verify again, or pass the reference of that verification.",
             str(reference.path),
         )

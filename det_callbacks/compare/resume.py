@@ -8,10 +8,10 @@ import numpy as np
 
 from det_callbacks.compare.differences import RowDifference, StepDifference, num_leading_sites
 from det_callbacks.compare.evidence import Evidence, find_evidence, read_rows
+from det_callbacks.compare.ranks import compare_steps
 from det_callbacks.compare.record import FitRecord
-from det_callbacks.compare.step import compare_steps
 from det_callbacks.errors import ReferenceFormatError, SelectionError
-from det_callbacks.runs.environment import framework_of
+from det_callbacks.runs.manifest import framework_of
 from det_callbacks.runs.program import IDLE, Program, Site
 from det_callbacks.runs.store import Run
 from det_callbacks.text import listed
@@ -23,42 +23,54 @@ MAX_NAMED = 4  # steps in a message
 def find_resumed_step(
     run: Run, rank: int, segment: int, state: Mapping[str, int], batch: Mapping[str, int]
 ) -> int | None:
-    """Return the step that continues where a step of the reference left its state, or None if none did.
+    """Return the step that continues where a step of the reference left its state,
+    or None if none did.
 
-    A fit that begins with the state that the reference began with is not resumed. Parameters and buffers have to be
-    equal. If several steps left the same ones, the optimizer state and the batch of the following step tell which it
-    was. Reads the digests of each step of the fit once.
+    A fit that begins with the state that the reference began with is not resumed. Parameters and
+    buffers have to be equal. If several steps left the same ones, the optimizer state and the batch
+    of the following step tell which it was. Reads the digests of each step of the fit once.
 
     Args:
         run: the reference.
         rank: number of the process.
         segment: number of the fit.
-        state: digests of the parameters, buffers and optimizer state with which the run begins, by name.
+        state: digests of the parameters, buffers and optimizer state with
+            which the run begins, by name.
         batch: digests of the tensors of its first batch, by name.
 
     Raises:
-        SelectionError: several steps left this state, and their next batches do not tell which it was.
+        SelectionError: several steps left this state, and their next batches
+            do not tell which it was.
     """
     steps = run.rank(rank).steps(segment).tolist()
     if not steps or _matches(_began_with(run, rank, segment, steps[0]), state):
         return None
     found = [*_left_by(run, rank, segment, steps, state)]
-    whole = [step for step in found if _matches(_left(run, rank, segment, step), state, is_whole=True)]
+    whole = [
+        step for step in found if _matches(_left(run, rank, segment, step), state, is_whole=True)
+    ]
     found = whole or found
     if len(found) > 1:
         followed = [step for step in found if step + 1 in steps]
-        given = [step for step in followed if _batch_of(run, rank, segment, step + 1).items() >= batch.items()]
+        given = [
+            step
+            for step in followed
+            if _batch_of(run, rank, segment, step + 1).items() >= batch.items()
+        ]
         found = given if batch and given else found
     if len(found) > 1:
         raise SelectionError(
-            f"The run begins with the parameters that steps {listed(map(str, found), limit=MAX_NAMED)} of {run.path} "
-            "left, so it is unknown where it resumed. Pass the number of its first step: resume_from(step) of a "
+            "The run begins with the parameters that steps "
+            f"{listed(map(str, found), limit=MAX_NAMED)} of {run.path} left, so it is unknown "
+            "where it resumed. Pass the number of its first step: resume_from(step) of a "
             "TrainingRun."
         )
     return found[0] + 1 if found else None
 
 
-def _left_by(run: Run, rank: int, segment: int, steps: list[int], state: Mapping[str, int]) -> Iterator[int]:
+def _left_by(
+    run: Run, rank: int, segment: int, steps: list[int], state: Mapping[str, int]
+) -> Iterator[int]:
     """Yield the steps after which parameters and buffers have these digests."""
     expected: dict[int, tuple[np.ndarray, np.ndarray] | None] = {}
     for step in steps:
@@ -74,8 +86,12 @@ def _left_by(run: Run, rank: int, segment: int, steps: list[int], state: Mapping
 
 
 def _expected(program: Program, state: Mapping[str, int]) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the positions of a program's parameters and buffers at the end, and their digests in ``state``."""
-    left = {site.of: position for position, site in state_at_end(program) if site.subject == "tensor"}
+    """Return the positions of a program's parameters and buffers at the end,
+    and their digests in ``state``.
+    """
+    left = {
+        site.of: position for position, site in state_at_end(program) if site.subject == "tensor"
+    }
     names = [name for name in left if name in state]
     if not names or any(name not in left for name in _tensors_of(state, left)):
         return None
@@ -105,7 +121,9 @@ def _left(run: Run, rank: int, segment: int, step: int) -> dict[str, int]:
 def _began_with(run: Run, rank: int, segment: int, step: int) -> dict[str, int]:
     view = run.view(rank, segment, step)
     sites = enumerate(view.program.sites[: num_leading_sites(view.program)])
-    return {str(site.name): int(view.record.digests[at]) for at, site in sites if site.phase == "state"}
+    return {
+        str(site.name): int(view.record.digests[at]) for at, site in sites if site.phase == "state"
+    }
 
 
 def _batch_of(run: Run, rank: int, segment: int, step: int) -> dict[str, int]:
@@ -116,24 +134,38 @@ def _batch_of(run: Run, rank: int, segment: int, step: int) -> dict[str, int]:
 
 
 def _matches(known: Mapping[str, int], state: Mapping[str, int], *, is_whole: bool = False) -> bool:
-    """Return whether the names that both have, or with ``is_whole`` all of ``state``, have equal digests."""
+    """Return whether the names that both have, or with ``is_whole`` all of
+    ``state``, have equal digests.
+    """
     names = [name for name in state if is_whole or name in known]
     return bool(names) and all(known.get(name) == state[name] for name in names)
 
 
-def exchanged(names: Sequence[str], reference: Mapping[str, int], current: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the names whose current bits are the reference's of one another, as if a list had another order."""
+def exchanged(
+    names: Sequence[str], reference: Mapping[str, int], current: Mapping[str, int]
+) -> tuple[str, ...]:
+    """Return the names whose current bits are the reference's of one another,
+    as if a list had another order.
+    """
     of_bits = {reference[name]: name for name in names if name in reference}
-    found = {name: of_bits[current[name]] for name in names if name in reference and current[name] in of_bits}
+    found = {
+        name: of_bits[current[name]]
+        for name in names
+        if name in reference and current[name] in of_bits
+    }
     return (*found,) if {*found} == {*found.values()} else ()
 
 
 def lost_gradients(difference: StepDifference) -> list[str]:
-    """Return the gradients to which the reference adds what they held before the step, and the current run does not.
+    """Return the gradients to which the reference adds what they held before the step, and the
+    current run does not.
 
     A gradient from before is unnamed: its name is that of what the op writes.
     """
-    aligned, sites = {position for position, _ in difference.pairs}, difference.reference.program.sites
+    aligned, sites = (
+        {position for position, _ in difference.pairs},
+        difference.reference.program.sites,
+    )
     names = {site.name for site in sites if site.phase == "gradient" and not site.op}
     missing = (difference.site(row) for row, kind in difference.kinds.items() if kind == "missing")
     found = (
@@ -165,7 +197,9 @@ def resume_of(reference: Run, current: Run, fit: FitRecord) -> Resume | None:
     )
 
 
-def _restored_state(reference: Run, fit: FitRecord, step: int) -> dict[str, Restored | Mapping[str, Restored]]:
+def _restored_state(
+    reference: Run, fit: FitRecord, step: int
+) -> dict[str, Restored | Mapping[str, Restored]]:
     """Return what a resume restored of the state that the reference's previous step had left."""
     rank, segment = 0, fit.segment
     known = reference.rank(rank).steps(segment).tolist()
@@ -176,7 +210,11 @@ def _restored_state(reference: Run, fit: FitRecord, step: int) -> dict[str, Rest
     trained = {site.of for site in before.program.sites if site.phase == "gradient" and not site.op}
     began = _began_with(reference, rank, segment, known[0])
     # the step also recorded what it returned, such as the loss
-    tensors = [site for site in sites if site.subject == "tensor" and (site.of in trained or site.of in began)]
+    tensors = [
+        site
+        for site in sites
+        if site.subject == "tensor" and (site.of in trained or site.of in began)
+    ]
     parts = {
         "parameters": [site for site in tensors if site.of in trained],
         "buffers": [site for site in tensors if site.of not in trained],
@@ -206,7 +244,9 @@ def _restored(fit: FitRecord, sites: Sequence[Site]) -> Restored:
 def _restored_starts(
     reference: Run, current: Run, fit: FitRecord, step: int
 ) -> tuple[dict[str, Restored | Mapping[str, Restored]], dict[str, int]]:
-    """Return what a resume restored of all else with which its first step starts, and the steps of what differs."""
+    """Return what a resume restored of all else with which its first step starts,
+    and the steps of what differs.
+    """
     view = reference.view(0, fit.segment, step)
     leading = [*enumerate(view.program.sites[: num_leading_sites(view.program)])]
     restored: dict[str, Restored | Mapping[str, Restored]] = {}
@@ -223,13 +263,17 @@ def _restored_starts(
     owners = {site.of for _, site in leading if site.subject == "further"}
     owners |= {of for subject, of in rows if subject == "further"}
     if owners:
-        restored["further"] = {of: "differs" if ("further", of) in rows else "restored" for of in sorted(owners)}
+        restored["further"] = {
+            of: "differs" if ("further", of) in rows else "restored" for of in sorted(owners)
+        }
     reseeded = {change.name for change in evidence.generators if change.is_reseeded}
     generators: dict[str, Restored] = {}
     for position, site in leading:
         if site.subject == "generator" and not site.part and ("generator", site.of) in rows:
             generators[site.of] = "reseeded" if site.of in reseeded else "differs"
-        elif site.subject == "generator" and not site.part and view.record.digests[position] != IDLE:
+        elif (
+            site.subject == "generator" and not site.part and view.record.digests[position] != IDLE
+        ):
             generators[site.of] = "restored"
     if generators:
         restored["generators"] = generators
@@ -239,7 +283,11 @@ def _restored_starts(
     if any(site.phase == "data" for _, site in leading):
         restored["data"] = "differs" if is_other_batch else "restored"
     of_step: dict[str, int] = {}
-    digests = {of: rows["generator", of].divergence.current_digest for of in generators if ("generator", of) in rows}
+    digests = {
+        of: rows["generator", of].divergence.current_digest
+        for of in generators
+        if ("generator", of) in rows
+    }
     states = {of: int(digest, 16) for of, digest in digests.items() if digest is not None}
     with suppress(ReferenceFormatError):
         of_step = _steps_of_states(reference, fit.segment, step, states)
@@ -250,11 +298,21 @@ def _restored_starts(
     return restored, of_step
 
 
-def _steps_of_states(run: Run, segment: int, step: int, states: Mapping[str, int]) -> dict[str, int]:
-    """Return the first step, of those up to this one, in which each generator had a state, if one had it."""
+def _steps_of_states(
+    run: Run, segment: int, step: int, states: Mapping[str, int]
+) -> dict[str, int]:
+    """Return the first step, of those up to this one, in which each generator
+    had a state, if one had it.
+    """
     values = np.array([*states.values()], dtype=np.uint64)
     found: dict[str, int] = {}
-    for row in read_rows(run, 0, segment, step, lambda batch: np.isin(batch.column("value").to_numpy(), values)):
-        if row.kind in ("generator", "start") and row.step <= step and states.get(row.of) == row.value != IDLE:
+    for row in read_rows(
+        run, 0, segment, step, lambda batch: np.isin(batch.column("value").to_numpy(), values)
+    ):
+        if (
+            row.kind in ("generator", "start")
+            and row.step <= step
+            and states.get(row.of) == row.value != IDLE
+        ):
             found.setdefault(row.of, row.step)
     return found

@@ -1,4 +1,6 @@
-"""The error that rounding alone causes at each site of a run: the measured tolerance, and its file."""
+"""The error that rounding alone causes at each site of a run: the measured tolerance,
+and its file.
+"""
 
 import json
 import shlex
@@ -9,14 +11,17 @@ from pathlib import Path
 
 from det_callbacks.digest.numbers import epsilon
 from det_callbacks.errors import SelectionError
-from det_callbacks.runs.disk import replace_atomically
-from det_callbacks.runs.files import READ_ERRORS, damaged, read_file
+from det_callbacks.runs.files import READ_ERRORS, damaged, read_file, replace_atomically
 from det_callbacks.verdict import Divergence, Numerics, SiteNumerics
 
 ROUNDING_FILE = "rounding.json"
-"""The error that rounding alone causes at each site, in the folder of ``det-callbacks check --numerics``."""
+"""The error that rounding alone causes at each site, in the folder of
+``det-callbacks check --numerics``.
+"""
 MARGIN = 10.0
-"""The tolerance is the error of the perturbed run times this: another kernel rounds at every op, not only once."""
+"""The tolerance is the error of the perturbed run times this:
+another kernel rounds at every op, not only once.
+"""
 
 _SCHEMA = 1
 Place = tuple[int, int, int, str, str, str, int, int]
@@ -32,15 +37,22 @@ class Rounding:
 
     @classmethod
     def read(cls, folder: str | Path) -> "Rounding":
-        """Return what ``det-callbacks check --numerics`` wrote into a folder; its file may be given, too."""
+        """Return what ``det-callbacks check --numerics`` wrote into a folder;
+        its file may be given, too.
+        """
         path = Path(folder)
         if path.name != ROUNDING_FILE:
             path /= ROUNDING_FILE
         try:
             content = json.loads(read_file(path))
             if content["schema"] != _SCHEMA:
-                raise ValueError(f"its schema is {content['schema']!r}, but this version reads {_SCHEMA}")
-            bounds = {_key(*site[:8]): inf if site[8] is None else float(site[8]) for site in content["sites"]}
+                raise ValueError(
+                    f"its schema is {content['schema']!r}, but this version reads {_SCHEMA}"
+                )
+            bounds = {
+                _key(*site[:8]): inf if site[8] is None else float(site[8])
+                for site in content["sites"]
+            }
             if any(bound != bound for bound in bounds.values()):
                 raise ValueError("a bound is NaN")
         except FileNotFoundError as error:
@@ -59,14 +71,47 @@ class Rounding:
 
 
 def write_rounding(folder: Path, numerics: Numerics) -> None:
-    """Write the relative error of each site between a run and its perturbed twin; null if it has no number."""
-    content = json.dumps({"schema": _SCHEMA, "sites": [[*place_of(site), site.relative] for site in numerics.sites]})
-    replace_atomically(folder / ROUNDING_FILE, content.encode(), instead="name another folder (--to)")
+    """Write the relative error of each site between a run and its perturbed twin;
+    null if it has no number.
+    """
+    content = json.dumps(
+        {"schema": _SCHEMA, "sites": [[*place_of(site), site.relative] for site in numerics.sites]}
+    )
+    replace_atomically(
+        folder / ROUNDING_FILE, content.encode(), instead="name another folder (--to)"
+    )
 
 
-def _key(rank: int, segment: int, step: int, phase: str, module: str, op: str, occurrence: int, output: int) -> Place:
-    return (int(rank), int(segment), int(step), str(phase), str(module), str(op), int(occurrence), int(output))
+def _key(
+    rank: int,
+    segment: int,
+    step: int,
+    phase: str,
+    module: str,
+    op: str,
+    occurrence: int,
+    output: int,
+) -> Place:
+    return (
+        int(rank),
+        int(segment),
+        int(step),
+        str(phase),
+        str(module),
+        str(op),
+        int(occurrence),
+        int(output),
+    )
 
 
 def place_of(site: Divergence | SiteNumerics) -> Place:
-    return (site.rank, site.segment, site.step, site.phase, site.module, site.op, site.occurrence, site.output)
+    return (
+        site.rank,
+        site.segment,
+        site.step,
+        site.phase,
+        site.module,
+        site.op,
+        site.occurrence,
+        site.output,
+    )

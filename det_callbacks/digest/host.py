@@ -1,9 +1,9 @@
 """Memory of the host -> 64 bits: DIGEST_VERSION 1, on the ``xxhash`` library.
 
 The bytes are split into leaves of 256 KiB (no bytes are one leaf of zero bytes). Each leaf is
-zero-padded to a multiple of 1,024 bytes and hashed with XXH3-64, seed 0. If there are several leaves,
-their little-endian hashes are the bytes of the next level, so a GPU can hash blocks in parallel. The
-digest omits the number of bytes, which shape and dtype give.
+zero-padded to a multiple of 1,024 bytes and hashed with XXH3-64, seed 0. If there are several
+leaves, their little-endian hashes are the bytes of the next level, so a GPU can hash blocks in
+parallel. The digest omits the number of bytes, which shape and dtype give.
 """
 
 import ctypes
@@ -32,12 +32,15 @@ _COPIED_BYTES = 8 * BLOCK_BYTES  # copying a smaller buffer is faster than findi
 
 @functools.cache  # at most 1,279 lengths: up to 1,024, and its multiples up to a leaf
 def _reader(num_bytes: int) -> "Callable[[int], ctypes.Array[ctypes.c_char]]":
-    """Return a function that makes a ctypes array at an address, at a fifth of the cost of string_at."""
+    """Return a function that makes a ctypes array at an address,
+    at a fifth of the cost of string_at.
+    """
     return (ctypes.c_char * num_bytes).from_address
 
 
 def digest_memory(address: int, nbytes: int) -> int:
-    """Return the 64-bit digest of host memory: 0.2 microseconds, or memory speed; in two threads from 16 MiB.
+    """Return the 64-bit digest of host memory: 0.2 microseconds, or memory speed;
+    in two threads from 16 MiB.
 
     The memory must be readable over the whole length, and must not change during the call.
     """
@@ -66,7 +69,9 @@ def digest_rows(address: int, num_rows: int, nbytes: int) -> list[int]:
 
 
 def digest_bytes(buffer: "Buffer") -> int:
-    """Return the 64-bit digest of the bytes of a C-contiguous buffer (bytes, memoryview, ndarray, ...)."""
+    """Return the 64-bit digest of the bytes of a C-contiguous buffer (bytes,
+    memoryview, ndarray, ...).
+    """
     view = memoryview(buffer)
     if not view.c_contiguous:
         raise ValueError("digest_bytes needs a C-contiguous buffer; pass a contiguous copy of it")
@@ -105,7 +110,8 @@ def digest_spans(spans: Sequence[tuple[int, int]]) -> list[int]:
     def hash_some() -> list[tuple[int, list[int]]]:
         return [(index, _leaf_hashes(piece)) for index, piece in todo]
 
-    from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415  # it cannot be imported while a process ends
+    # it cannot be imported while a process ends
+    from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415
 
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="det_callbacks-digest") as pool:
         try:
@@ -114,7 +120,9 @@ def digest_spans(spans: Sequence[tuple[int, int]]) -> list[int]:
             second = []
         found = dict(chain(hash_some(), *(future.result() for future in second)))
     leaves = chain.from_iterable(found[index] for index in range(len(pieces)))
-    return [_join_leaves([*islice(leaves, max(1, -(-nbytes // LEAF_BYTES)))]) for _, nbytes in spans]
+    return [
+        _join_leaves([*islice(leaves, max(1, -(-nbytes // LEAF_BYTES)))]) for _, nbytes in spans
+    ]
 
 
 def format_digest(value: int) -> str:

@@ -1,4 +1,5 @@
-"""Measures by how much two tensors differ, from their bytes, with NumPy only: counts, distances, places.
+"""Measures by how much two tensors differ, from their bytes, with NumPy only:
+counts, distances, places.
 
 A distance has one definition everywhere: in units in the last place of the element or, if that is
 larger, of the root mean square of its tensor, because near zero a unit of the element is
@@ -57,7 +58,9 @@ def epsilon(dtype: str) -> float:
 
 
 def default_tolerance(dtype: str) -> Tolerance:
-    """Return the tolerance of ``torch.testing.assert_close`` for a dtype: 0 for integers and float8."""
+    """Return the tolerance of ``torch.testing.assert_close`` for a dtype:
+    0 for integers and float8.
+    """
     return _TOLERANCES.get(PARTS.get(dtype, dtype), Tolerance(0.0, 0.0))
 
 
@@ -102,7 +105,9 @@ class Measure:
     max_relative: float | None = None
     max_absolute: float | None = None
     excess: float = 0.0
-    bins: _Array = field(default_factory=lambda: np.zeros(65, dtype=np.int64), compare=False, repr=False)
+    bins: _Array = field(
+        default_factory=lambda: np.zeros(65, dtype=np.int64), compare=False, repr=False
+    )
     first: tuple[int, tuple[str, str]] | None = None
     worst: tuple[tuple[int, float], int, tuple[str, str]] | None = None
 
@@ -128,7 +133,14 @@ class Measure:
         """The distance, or None if an element has none."""
         return None if self.num_unknown else self.max_absolute or 0.0
 
-    def add(self, start: int, words: Sequence[_Array], dtypes: Sequence[str], size: float, bound: Tolerance) -> None:
+    def add(
+        self,
+        start: int,
+        words: Sequence[_Array],
+        dtypes: Sequence[str],
+        size: float,
+        bound: Tolerance,
+    ) -> None:
         """Add a chunk of the elements from ``start`` on; ``size`` is the root mean square."""
         differs = words[0] != words[1]
         if dtypes[0] != dtypes[1]:
@@ -145,14 +157,26 @@ class Measure:
             badness[np.isinf(reference) | np.isinf(current)] = 1
             badness[np.isnan(reference) | np.isnan(current)] = 2
             is_unknown = (badness > 0) & ~(np.isnan(reference) & np.isnan(current))
-            apart, ulps, relative, excess = _distances(words, dtypes, reference, current, size, bound)
+            apart, ulps, relative, excess = _distances(
+                words, dtypes, reference, current, size, bound
+            )
             is_finite = badness == 0
             has_number = is_finite & np.isfinite(apart) & np.isfinite(ulps)
             self.num_unknown += int((is_unknown | (is_finite & ~has_number)).sum())
-            self.excess = inf if self.num_unknown else max(self.excess, float(np.max(excess[has_number], initial=0)))
-            for name, sizes in (("max_ulps", ulps), ("max_relative", relative), ("max_absolute", apart)):
+            self.excess = (
+                inf
+                if self.num_unknown
+                else max(self.excess, float(np.max(excess[has_number], initial=0)))
+            )
+            for name, sizes in (
+                ("max_ulps", ulps),
+                ("max_relative", relative),
+                ("max_absolute", apart),
+            ):
                 if is_finite.any():
-                    setattr(self, name, max(getattr(self, name) or 0, sizes[is_finite].max().item()))
+                    setattr(
+                        self, name, max(getattr(self, name) or 0, sizes[is_finite].max().item())
+                    )
             self.bins += np.bincount(_bit_lengths(ulps[is_finite]), minlength=65)
             distance = np.where(is_finite, ulps, 0)
         else:
@@ -167,7 +191,11 @@ class Measure:
         if self.first is None:
             self.first = start + int(places[0]), (str(values[0][0]), str(values[1][0]))
         if self.worst is None or rank > self.worst[0]:
-            self.worst = rank, start + int(places[worst]), (str(values[0][worst]), str(values[1][worst]))
+            self.worst = (
+                rank,
+                start + int(places[worst]),
+                (str(values[0][worst]), str(values[1][worst])),
+            )
 
 
 def measure(
@@ -178,7 +206,8 @@ def measure(
     tolerance: Tolerance | None = None,
     root_mean_square: float | None = None,
 ) -> Measure:
-    """Return by how much elements differ; elements of two dtypes are compared as numbers, in ULPs of the coarser one.
+    """Return by how much elements differ; elements of two dtypes are compared as numbers,
+    in ULPs of the coarser one.
 
     ``reference`` and ``current`` are the bytes, uint8, of equally many elements; complex ones count
     as two. NaN equals NaN, and 0 equals -0. For a sample, pass the ``root_mean_square`` of the
@@ -193,7 +222,9 @@ def measure(
     ]
     num = len(words[0])
     if num != len(words[1]):
-        raise ValueError(f"{num} and {len(words[1])} elements have no partners; compare tensors of one shape")
+        raise ValueError(
+            f"{num} and {len(words[1])} elements have no partners; compare tensors of one shape"
+        )
     found = Measure(num_elements=num)
     if kinds[0] == kinds[1] and np.array_equal(words[0], words[1]):
         return found
@@ -201,17 +232,28 @@ def measure(
     if size is None:
         size = _root_mean_square(words[0], kinds[0]) if kinds[0] in _KNOWN else 0.0
     for start in range(0, num, CHUNK_ELEMENTS):
-        found.add(start, [side[start : start + CHUNK_ELEMENTS] for side in words], kinds, size, bound)
+        found.add(
+            start, [side[start : start + CHUNK_ELEMENTS] for side in words], kinds, size, bound
+        )
     sizes = [
-        None if one is None or one == inf else one for one in (found.max_ulps, found.max_relative, found.max_absolute)
+        None if one is None or one == inf else one
+        for one in (found.max_ulps, found.max_relative, found.max_absolute)
     ]
     return replace(
-        found, max_ulps=None if sizes[0] is None else ceil(sizes[0]), max_relative=sizes[1], max_absolute=sizes[2]
+        found,
+        max_ulps=None if sizes[0] is None else ceil(sizes[0]),
+        max_relative=sizes[1],
+        max_absolute=sizes[2],
     )
 
 
 def _distances(
-    words: Sequence[_Array], dtypes: Sequence[str], reference: _Array, current: _Array, size: float, bound: Tolerance
+    words: Sequence[_Array],
+    dtypes: Sequence[str],
+    reference: _Array,
+    current: _Array,
+    size: float,
+    bound: Tolerance,
 ) -> tuple[_Array, _Array, _Array, _Array]:
     """Return the distances: as they are, in ULPs, relative, and as multiples of the tolerance."""
     dtype = coarser(*dtypes)
@@ -219,7 +261,8 @@ def _distances(
         apart, sizes = np.abs(reference - current), np.abs(reference)
         scale = np.maximum(sizes, size)
         scale = np.where(scale > 0, scale, np.abs(current))  # if the reference is zero
-        if dtypes[0] == dtypes[1] and not epsilon(dtype):  # in float64, two large integers could become equal
+        # in float64, two large integers could become equal
+        if dtypes[0] == dtypes[1] and not epsilon(dtype):
             ulps = _distance(words, dtype)
             apart = ulps.astype(np.float64)
         else:
@@ -245,7 +288,9 @@ def _wide(words: _Array, dtype: str) -> _Array:
 
 
 def _distance(words: Sequence[_Array], dtype: str) -> _Array:
-    """Return the distance of integers, uint64: the difference of two 64-bit integers fits, and wraps to, that type."""
+    """Return the distance of integers, uint64: the difference of two 64-bit integers fits, and
+    wraps to, that type.
+    """
     sides = [side.view(f"i{side.itemsize}") if dtype in _SIGNED else side for side in words]
     distance: _Array = np.maximum(*sides).astype(np.uint64) - np.minimum(*sides).astype(np.uint64)
     return distance
@@ -276,7 +321,9 @@ def _values(words: _Array, dtype: str) -> _Array:
         return (words.astype(np.uint16) << np.uint16(8)).view(np.float16)
     if dtype == "float8_e4m3fn":  # other bias; NaN replaces the largest numbers
         wide = words.astype(np.uint16)
-        scaled: _Array = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).view(np.float16).astype(np.float32) * 256
+        scaled: _Array = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).view(np.float16).astype(
+            np.float32
+        ) * 256
         scaled[(wide & 0x7F) == 0x7F] = np.nan
         return scaled
     return words.view(dtype) if dtype in _KNOWN else words

@@ -27,7 +27,9 @@ def unobserved() -> Iterator[None]:
 
 
 def hidden(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Hide a function of ours, which reads tensors, from torch functions and from ``torch.jit.trace``."""
+    """Hide a function of ours, which reads tensors, from torch functions and from
+    ``torch.jit.trace``.
+    """
 
     def ours(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         tracer = jit_tracer()

@@ -1,1 +1,3 @@
-"""Facts about this process and machine that can change a run's bits: packages, settings, generators."""
+"""Facts about this process and machine that can change a run's bits: packages,
+settings, generators.
+"""

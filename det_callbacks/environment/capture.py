@@ -1,7 +1,7 @@
 """Captures everything that can change the bits of a run: machine, settings, code and command.
 
-An entry is a *choice* or a *machine* fact. It changes bits only if it acts by itself: a configuration
-value acts through the option that it sets.
+An entry is a *choice* or a *machine* fact. It changes bits only if it acts by itself: a
+configuration value acts through the option that it sets.
 """
 
 import enum
@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from det_callbacks.digest.device.triton_digest import device_choice
 from det_callbacks.digest.host import digest_bytes, format_digest
+from det_callbacks.digest.triton_digest import device_choice
 from det_callbacks.internals.dynamo import changed_options
 from det_callbacks.internals.versions import installed_version
-from det_callbacks.runs.environment import (
+from det_callbacks.runs.manifest import (
     ARGUMENTS,
     BACKENDS,
     BUILD,
@@ -52,13 +52,28 @@ from det_callbacks.settings.enforce import enforced_names
 WITHHELD = "<withheld>"
 
 _KERNEL_VARIABLES = (  # which kernels a machine has
-    *("ATEN_CPU_CAPABILITY", "DNNL_DEFAULT_FPMATH_MODE", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE"),
-    *("ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "MKL_DYNAMIC", "MKL_ENABLE_INSTRUCTIONS", "NVIDIA_TF32_OVERRIDE"),
+    *(
+        "ATEN_CPU_CAPABILITY",
+        "DNNL_DEFAULT_FPMATH_MODE",
+        "DNNL_MAX_CPU_ISA",
+        "ONEDNN_DEFAULT_FPMATH_MODE",
+    ),
+    *(
+        "ONEDNN_MAX_CPU_ISA",
+        "MKL_CBWR",
+        "MKL_DYNAMIC",
+        "MKL_ENABLE_INSTRUCTIONS",
+        "NVIDIA_TF32_OVERRIDE",
+    ),
     *("NCCL_ALGO", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS", "NCCL_NVLS_ENABLE", "NCCL_PROTO"),
     *("CUBLASLT_WORKSPACE_SIZE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT"),
 )
 _THREAD_VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
-_RECORDED_OTHERWISE = {*_KERNEL_VARIABLES, *_THREAD_VARIABLES, *(one.variable for one in SETTINGS.values())}
+_RECORDED_OTHERWISE = {
+    *_KERNEL_VARIABLES,
+    *_THREAD_VARIABLES,
+    *(one.variable for one in SETTINGS.values()),
+}
 _IDLE_FACTS = (  # change no bits by themselves
     *("gpu.count", f"{DIGEST}cuda", *(f"{VARIABLE}{name}" for name in _THREAD_VARIABLES)),
     "cpu.count",  # acts through the number of threads
@@ -70,17 +85,24 @@ _CHOSEN_VARIABLES = (
     *("FLASH_ATTENTION_DETERMINISTIC", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "PYTHONHASHSEED"),
     "MALLOC_PERTURB_",  # content of fresh memory
 )
-# of torch and its compiler, the libraries of kernels, Hugging Face, and packages of attention and quantisation
+# of torch and its compiler, the libraries of kernels, Hugging Face,
+# and packages of attention and quantisation
 _CHOICE = re.compile(
-    r"(?:ACCELERATE|AOTINDUCTOR|ATEN|BITSANDBYTES|BNB|CAUSAL_CONV1D|CUDA|CUDNN|DEEPSPEED|DNNL|FLASH|FLA|FSDP|FUNCTORCH"
-    r"|GLOO|GOMP|HF|HSA|KMP|MAMBA|MIOPEN|MKL|NCCL|NVTE|OMP|ONEDNN|OPENBLAS|PYTORCH|ROCBLAS|TOKENIZERS|TORCHDYNAMO"
+    r"(?:ACCELERATE|AOTINDUCTOR|ATEN|BITSANDBYTES|BNB|CAUSAL_CONV1D|CUDA|CUDNN|DEEPSPEED|DNNL|"
+    r"FLASH|FLA|FSDP|FUNCTORCH"
+    r"|GLOO|GOMP|HF|HSA|KMP|MAMBA|MIOPEN|MKL|NCCL|NVTE|OMP|ONEDNN|OPENBLAS|PYTORCH|ROCBLAS|"
+    r"TOKENIZERS|TORCHDYNAMO"
     r"|TORCHINDUCTOR|TORCH|TRANSFORMERS|TRITON|VLLM|XFORMERS|XLA)_|CUBLAS|HIPBLAS"
 )
-# words in names of variables, and of options of the compiler, that change no bits: logs, caches, memory, waiting
+# words in names of variables, and of options of the compiler, that change no bits: logs,
+# caches, memory, waiting
 _IDLE_WORDS = re.compile(
-    r"^(?!.*AUTOTUNE).*(?:^|[_.])(?:LOG\w*|DEBUG|VERBOSE|TRACE|DUMP\w*|PRINT\w*|DISPLAY|PROFIL\w*|CACHE\w*|CACHING\w*|ALLOC_CONF"
-    r"|COMPILE_THREADS|WORKER\w*|WATCHDOG\w*|HEARTBEAT|ERROR_HANDLING|TIMEOUT\w*|VISIBLE_DEVICES|LAUNCH_BLOCKING"
-    r"|MODULE_LOADING|(?:CUDA|NCCL)_VERSION|AFFINITY|PROC_BIND|PLACES|BLOCKTIME|WAIT_POLICY|STACKSIZE|SOCKET_IFNAME"
+    r"^(?!.*AUTOTUNE).*(?:^|[_.])(?:LOG\w*|DEBUG|VERBOSE|TRACE|DUMP\w*|PRINT\w*|DISPLAY|PROFIL\w*|"
+    r"CACHE\w*|CACHING\w*|ALLOC_CONF"
+    r"|COMPILE_THREADS|WORKER\w*|WATCHDOG\w*|HEARTBEAT|ERROR_HANDLING|TIMEOUT\w*|VISIBLE_DEVICES|"
+    r"LAUNCH_BLOCKING"
+    r"|MODULE_LOADING|(?:CUDA|NCCL)_VERSION|AFFINITY|PROC_BIND|PLACES|BLOCKTIME|WAIT_POLICY|"
+    r"STACKSIZE|SOCKET_IFNAME"
     r"|TELEMETRY|VERBOSITY|OFFLINE|ENDPOINT|HUB|TOKENIZERS_PARALLELISM)(?:[_.]|$)"
 )
 # left out: folders and names of this machine and its user, and what may be a secret
@@ -94,12 +116,14 @@ _CUDA_FLAG = re.compile(r"torch\.backends\.cud(?!\w+\.\w+_sdp_enabled)")
 _INSTALLED = re.compile(rf"^$|/(?:site|dist)-packages/|^{re.escape(sysconfig.get_path('stdlib'))}/")
 _IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+(\w+)|import[ \t]+([\w., \t]+))", re.MULTILINE)
 _SECRET_VALUE = re.compile(
-    r"(?<!\w)(?:hf_|gh[opsru]_|github_pat_|glpat-|sk-|xox[abprs]-|AKIA|eyJ)\w|(?=\w*\d)(?=\w*[A-Za-z])[\w+/=-]{32,}"
+    r"(?<!\w)(?:hf_|gh[opsru]_|github_pat_|glpat-|sk-|xox[abprs]-|AKIA|eyJ)\w|"
+    r"(?=\w*\d)(?=\w*[A-Za-z])[\w+/=-]{32,}"
 )
 
 # whole words: "num_tokens" and "pad_token" are hyperparameters
 _SECRET = re.compile(
-    r"(?:^|[_.-])(?:secret|password|passwd|passphrase|credentials?|(?:api|access|secret|private|auth)_?key)$"
+    r"(?:^|[_.-])(?:secret|password|passwd|passphrase|credentials?|(?:api|access|secret|private|"
+    r"auth)_?key)$"
     r"|^token$|(?:api|access|auth|bearer|hub|hf|github|gitlab|wandb|comet|neptune)_?token$",
     re.IGNORECASE,
 )
@@ -110,14 +134,19 @@ _PLACE = re.compile(r"(?<![\w.])(?:[A-Za-z][\w+.-]*://|~?/(?=\w)|[A-Za-z]:[\\/])
 _version = functools.cache(installed_version)  # takes 4 ms
 
 
-def capture_environment(*, choices: Mapping[str, Any] | None = None, lightning: str = "lightning") -> Environment:
+def capture_environment(
+    *, choices: Mapping[str, Any] | None = None, lightning: str = "lightning"
+) -> Environment:
     """Return the environment of this process, and the ``choices`` by dotted name.
 
     ``lightning`` is the distribution that trains. The capture creates no CUDA context, and omits
     paths, addresses and values whose names look like secrets.
     """
     enforced = {f"torch.{name}" for name in enforced_names()}
-    facts = [(name, value, name not in enforced, name not in _IDLE_FACTS) for name, value in _machine_facts(lightning)]
+    facts = [
+        (name, value, name not in enforced, name not in _IDLE_FACTS)
+        for name, value in _machine_facts(lightning)
+    ]
     known = {name for name, *_ in facts}
     facts += [
         (f"{PACKAGE}{name}", version, True, acts)
@@ -127,10 +156,16 @@ def capture_environment(*, choices: Mapping[str, Any] | None = None, lightning: 
     facts += [(name, value, False, not _is_idle(name)) for name, value in _own_choices()]
     facts += [(name, value, False, False) for name, value in code_state().items()]
     flat = dict(_flatten("", choices or {}))
-    became = {_last_part(name, value) for name, value in flat.items() if not name.startswith(CONFIGURATION)}
+    became = {
+        _last_part(name, value)
+        for name, value in flat.items()
+        if not name.startswith(CONFIGURATION)
+    }
     became |= {_last_part(name, value) for name, value, *_ in facts}
     for name, value in flat.items():
-        acts = name != ARGUMENTS and not (name.startswith(CONFIGURATION) and _last_part(name, value) in became)
+        acts = name != ARGUMENTS and not (
+            name.startswith(CONFIGURATION) and _last_part(name, value) in became
+        )
         facts.append((name, value, False, acts))
     return {
         without_surrogates(name): EnvironmentEntry(
@@ -160,7 +195,10 @@ def _machine_facts(lightning: str) -> Iterator[tuple[str, Any]]:
     yield "cpu.architecture", platform.machine()
     yield "cpu.count", os.cpu_count()
     # platform.processor() is empty on Linux
-    yield "cpu.model", _first(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo")) or platform.processor() or None
+    yield (
+        "cpu.model",
+        _first(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo")) or platform.processor() or None,
+    )
     yield "numpy.version", np.__version__
     for name in ("det_callbacks", lightning, "triton"):
         yield f"{name}.version", _version(name)
@@ -196,13 +234,18 @@ def _machine_facts(lightning: str) -> Iterator[tuple[str, Any]]:
 
 
 def _packages() -> Iterator[tuple[str, str, bool]]:
-    """Yield the import name, the version, and whether it acts, of the imported packages that may compute.
+    """Yield the import name, the version, and whether it acts,
+    of the imported packages that may compute.
 
     These have native code, use torch, or are imported by the program's own code. A package does not
     act if it uses neither torch nor NumPy, or if det_callbacks needs it; unless the program's own
     code imports it.
     """
-    modules = {name: module for name, module in sys.modules.copy().items() if isinstance(module, ModuleType)}
+    modules = {
+        name: module
+        for name, module in sys.modules.copy().items()
+        if isinstance(module, ModuleType)
+    }
     native, computing, own = set[str](), set[str](), set[str]()
     for name, module in modules.items():
         top, file = name.partition(".")[0], str(vars(module).get("__file__") or "")
@@ -215,12 +258,16 @@ def _packages() -> Iterator[tuple[str, str, bool]]:
             computing.add(top)
         if not _INSTALLED.search(file) and file.endswith(".py") and Path(file).is_file():
             for found in _IMPORT.finditer(Path(file).read_text(encoding="utf-8", errors="replace")):
-                own |= {re.split(r"[.\s]", part.strip())[0] for part in (found[1] or found[2]).split(",")}
+                own |= {
+                    re.split(r"[.\s]", part.strip())[0]
+                    for part in (found[1] or found[2]).split(",")
+                }
     for name in sorted((native | computing | own) & modules.keys()):
         version = _version(name) or vars(modules[name]).get("__version__")
         is_installed = "-packages" in str(vars(modules[name]).get("__file__"))
         if is_installed and isinstance(version, str) and not name.startswith("_"):
-            yield name, str(version), name in (computing - _needed()) | own  # that of functorch is a TorchVersion
+            # that of functorch is a TorchVersion
+            yield name, str(version), name in (computing - _needed()) | own
 
 
 @functools.cache
@@ -234,14 +281,20 @@ def _needed() -> set[str]:
 def _own_choices() -> Iterator[tuple[str, Any]]:
     recorded = _KERNEL_VARIABLES + _CHOSEN_VARIABLES
     for name, value in settings_in_force().items():
-        if name == "inductor_deterministic" and value == torch.are_deterministic_algorithms_enabled():
+        if (
+            name == "inductor_deterministic"
+            and value == torch.are_deterministic_algorithms_enabled()
+        ):
             value = None  # use_deterministic_algorithms sets it
         # the others are already facts or variables
         if SETTINGS[name].variable not in recorded and name not in ("sdpa_backends", "num_threads"):
             yield f"settings.{name}", value
     yield "torch.default_dtype", str(torch.get_default_dtype()).removeprefix("torch.")
     yield "torch.anomaly_mode", torch.is_anomaly_enabled()
-    for name, value in {**os.environ, "PYTHONHASHSEED": start_environment().get("PYTHONHASHSEED")}.items():
+    for name, value in {
+        **os.environ,
+        "PYTHONHASHSEED": start_environment().get("PYTHONHASHSEED"),
+    }.items():
         if value is not None and _is_choice(name, value):
             yield f"{VARIABLE}{name}", _PLACE.sub(_digest_of_place, value)
     settings = {one.attribute for one in SETTINGS.values()}
@@ -254,13 +307,17 @@ def _own_choices() -> Iterator[tuple[str, Any]]:
 
 
 def _backend_flags() -> Iterator[tuple[str, Any]]:
-    """Yield what ``torch.backends`` has switched: its flags, those of objects in it, and what its getters return."""
+    """Yield what ``torch.backends`` has switched: its flags, those of objects in it,
+    and what its getters return.
+    """
     for path, module in sorted(sys.modules.copy().items()):
         if not path.startswith(BACKENDS):
             continue
         original = getattr(module, "m", module)  # which some modules replace
         members = {**vars(type(module)), **vars(original), **vars(module)}
-        owners: dict[str, Any] = {f"{path}.{name}": one for name, one in members.items() if _is_switchboard(one)}
+        owners: dict[str, Any] = {
+            f"{path}.{name}": one for name, one in members.items() if _is_switchboard(one)
+        }
         for of, owner in ({path: module} | owners).items():
             for name in _flags_of(type(owner)):
                 try:
@@ -279,15 +336,21 @@ def _backend_flags() -> Iterator[tuple[str, Any]]:
 
 
 def _is_switchboard(member: Any) -> bool:
-    """Return whether a member of ``torch.backends`` is an object that has flags, such as ``cuda.matmul``."""
+    """Return whether a member of ``torch.backends`` is an object that has flags,
+    such as ``cuda.matmul``.
+    """
     kind = type(member)
     return kind.__module__.startswith("torch.backends") and not isinstance(member, ModuleType)
 
 
 def _flags_of(kind: type) -> list[str]:
-    """Return the flags that a class of ``torch.backends`` has: descriptors, and names that its __getattr__ knows."""
+    """Return the flags that a class of ``torch.backends`` has: descriptors,
+    and names that its __getattr__ knows.
+    """
     flags = [name for name, member in vars(kind).items() if hasattr(type(member), "__set__")]
-    flags = [name for name in flags if type(vars(kind)[name]).__module__.startswith("torch.backends")]
+    flags = [
+        name for name in flags if type(vars(kind)[name]).__module__.startswith("torch.backends")
+    ]
     getter = vars(kind).get("__getattr__")
     known = () if getter is None else getter.__code__.co_consts
     flags += [name for name in known if isinstance(name, str) and name.isidentifier()]
@@ -295,7 +358,9 @@ def _flags_of(kind: type) -> list[str]:
 
 
 def _is_choice(name: str, value: str) -> bool:
-    """Return whether a variable is a choice that is not recorded as a setting or a machine fact, and is no secret."""
+    """Return whether a variable is a choice that is not recorded as a setting or a
+    machine fact, and is no secret.
+    """
     if name in _CHOSEN_VARIABLES:
         return True
     if name in _RECORDED_OTHERWISE or _CHOICE.match(name) is None:
@@ -355,7 +420,9 @@ def _first(pattern: str, text: str | Path) -> str | None:
 
 
 def code_state() -> dict[str, Any]:
-    """Return the state of the script's repository; if it is installed, as pytest is, that of the current folder."""
+    """Return the state of the script's repository; if it is installed, as pytest is,
+    that of the current folder.
+    """
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     folder = Path.cwd()
     if script is not None and not Path(script).absolute().is_relative_to(sys.prefix):
@@ -364,18 +431,27 @@ def code_state() -> dict[str, Any]:
     if where is None:
         return {COMMIT: None, "code.is_dirty": None}
     commit, root = where.splitlines()
-    changed = _ask_git(Path(root), "status", "--porcelain", "-z", "--untracked-files=no", "--no-renames")
-    state: dict[str, Any] = {COMMIT: commit, "code.is_dirty": None if changed is None else bool(changed)}
+    changed = _ask_git(
+        Path(root), "status", "--porcelain", "-z", "--untracked-files=no", "--no-renames"
+    )
+    state: dict[str, Any] = {
+        COMMIT: commit,
+        "code.is_dirty": None if changed is None else bool(changed),
+    }
     for entry in filter(None, (changed or "").split("\0")):
         path = Path(root, name := entry[3:])  # after two letters of status and a space
-        state[f"{CHANGED_FILE}{name}"] = format_digest(digest_bytes(path.read_bytes())) if path.is_file() else None
+        state[f"{CHANGED_FILE}{name}"] = (
+            format_digest(digest_bytes(path.read_bytes())) if path.is_file() else None
+        )
     return state
 
 
 def _ask_git(folder: Path, *arguments: str) -> str | None:
     command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]  # writes nothing
     try:
-        done = subprocess.run(command, capture_output=True, check=False, stdin=subprocess.DEVNULL, timeout=5)
+        done = subprocess.run(
+            command, capture_output=True, check=False, stdin=subprocess.DEVNULL, timeout=5
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.decode(errors="backslashreplace") if done.returncode == 0 else None
@@ -401,13 +477,19 @@ def script_words(start: str | Path | None = None) -> list[str]:
     return [path.relative_to(start).as_posix() if is_below else path.name]
 
 
-def command_choice(overrides: Sequence[str] | None = None, *, start: str | Path | None = None) -> dict[str, Any]:
+def command_choice(
+    overrides: Sequence[str] | None = None, *, start: str | Path | None = None
+) -> dict[str, Any]:
     """Return script and arguments of this process as a choice, without secrets.
 
     For a Hydra application the arguments are the overrides, except ours.
     """
     script = script_words(start)
-    words = _arguments(script) if overrides is None else [word for word in overrides if not _OURS.match(word)]
+    words = (
+        _arguments(script)
+        if overrides is None
+        else [word for word in overrides if not _OURS.match(word)]
+    )
     return {"process": {"argv": [*script, *_shown(words)]}}
 
 

@@ -1,4 +1,6 @@
-"""Which settings are in force here, missing or too late, and what differs from a reference's machine."""
+"""Which settings are in force here, missing or too late, and what differs
+from a reference's machine.
+"""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -7,11 +9,11 @@ from typing import Any, Literal
 
 import torch
 
-from det_callbacks.digest.device.triton_digest import device_choice
+from det_callbacks.digest.triton_digest import device_choice
 from det_callbacks.environment.capture import capture_environment
 from det_callbacks.environment.installation import Installation
 from det_callbacks.errors import ReferenceFormatError
-from det_callbacks.runs.environment import NOT_RECORDED, OPTION, PLACE, VARIABLE, compare_environments
+from det_callbacks.runs.manifest import NOT_RECORDED, OPTION, PLACE, VARIABLE, compare_environments
 from det_callbacks.runs.store import Run
 from det_callbacks.settings import SETTINGS, DeterminismSettings, settings_in_force
 from det_callbacks.verdict import EnvironmentDifference
@@ -48,7 +50,11 @@ class Diagnosis:
     @property
     def missing(self) -> list[str]:
         """The settings that are not in force and would have an effect here."""
-        return [finding.name for finding in self.settings if finding.state in ("not in force", "too late")]
+        return [
+            finding.name
+            for finding in self.settings
+            if finding.state in ("not in force", "too late")
+        ]
 
     @property
     def is_well(self) -> bool:
@@ -58,17 +64,27 @@ class Diagnosis:
     def fills_memory(self) -> bool:
         """Whether deterministic algorithms fill memory that ops only allocate."""
         here = {finding.name: finding.in_force for finding in self.settings}
-        return here["deterministic_algorithms"] != "disabled" and bool(here["fill_uninitialized_memory"])
+        return here["deterministic_algorithms"] != "disabled" and bool(
+            here["fill_uninitialized_memory"]
+        )
 
     def to_dict(self) -> dict[str, Any]:
-        differences = [{**asdict(difference), "to_do": to_do} for difference, to_do in self.differences]
+        differences = [
+            {**asdict(difference), "to_do": to_do} for difference, to_do in self.differences
+        ]
         return {"schema": 1, "is_well": self.is_well, **asdict(self), "differences": differences}
 
 
-def diagnose(installation: Installation, *, against: Run | None = None, recorder: str = "") -> Diagnosis:
-    """Check the settings of a run, or the defaults, in this process; ``recorder`` says what would record."""
+def diagnose(
+    installation: Installation, *, against: Run | None = None, recorder: str = ""
+) -> Diagnosis:
+    """Check the settings of a run, or the defaults, in this process;
+    ``recorder`` says what would record.
+    """
     settings = DeterminismSettings() if against is None else _settings_of(against)
-    findings = tuple(_find(name, getattr(settings, name), found) for name, found in settings_in_force().items())
+    findings = tuple(
+        _find(name, getattr(settings, name), found) for name, found in settings_in_force().items()
+    )
     if against is not None and torch.cuda.is_available():
         torch.cuda.init()  # facts of a GPU need a context
     is_twin = against is not None and "pytorch_lightning.version" in against.manifest.environment
@@ -110,22 +126,29 @@ def _find(name: str, wanted: Any, found: Any) -> SettingFinding:
     else:
         late = setting.too_late(wanted)
         state = "not in force" if late is None else "too late"
-        to_do = setting.how(wanted) if late is None else f"restart with {setting.how(wanted)} ({late})"
+        to_do = (
+            setting.how(wanted) if late is None else f"restart with {setting.how(wanted)} ({late})"
+        )
     return SettingFinding(name=name, wanted=wanted, in_force=found, state=state, to_do=to_do)
 
 
 def _settings_of(run: Run) -> DeterminismSettings:
     if not run.manifest.settings:
         raise ReferenceFormatError(
-            f"{run.path / 'run.json'} does not say which settings were in force, so there is nothing to compare with. "
-            "Pass a run that DeterminismCallback or ObserverContext recorded.",
+            f"{run.path / 'run.json'} does not say which settings were in force, so there is "
+            "nothing to compare with. Pass a run that DeterminismCallback or ObserverContext "
+            "recorded.",
             str(run.path),
         )
     known = DeterminismSettings.__dataclass_fields__
-    values = dict.fromkeys(known) | {name: one for name, one in run.manifest.settings.items() if name in known}
+    values = dict.fromkeys(known) | {
+        name: one for name, one in run.manifest.settings.items() if name in known
+    }
     if values["float32_matmul_precision"] == "mixed":
         values["float32_matmul_precision"] = None
-    if values["inductor_deterministic"] == (values["deterministic_algorithms"] in ("error", "warn")):
+    if values["inductor_deterministic"] == (
+        values["deterministic_algorithms"] in ("error", "warn")
+    ):
         values["inductor_deterministic"] = None  # implied by deterministic_algorithms
     return DeterminismSettings.from_mapping(values)
 
@@ -137,6 +160,15 @@ def _line_for_entry(name: str, value: Any) -> str:
         return f"unset {rest}" if value is None else f"export {rest}={value}" if is_known else ""
     if name == "torch.num_threads":
         return SETTINGS[rest].how(value)
-    if rest == "version" and start in ("torch", "numpy", "lightning", "pytorch_lightning", "triton", "det_callbacks"):
+    if rest == "version" and start in (
+        "torch",
+        "numpy",
+        "lightning",
+        "pytorch_lightning",
+        "triton",
+        "det_callbacks",
+    ):
         return f"pip install {start}=={str(value).partition('+')[0]}"
-    return f"export ATEN_CPU_CAPABILITY={str(value).lower()}" if name == "torch.cpu_capability" else ""
+    return (
+        f"export ATEN_CPU_CAPABILITY={str(value).lower()}" if name == "torch.cpu_capability" else ""
+    )

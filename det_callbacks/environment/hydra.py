@@ -10,16 +10,23 @@ from omegaconf.errors import OmegaConfBaseException
 
 from det_callbacks.environment.capture import command_choice
 
-_OF_ONE_RUN = re.compile(r"\$\{(now:|hydra:(run|sweep|runtime\.output_dir|runtime\.cwd|job\.num|job\.id))[^}]*\}")
+_OF_ONE_RUN = re.compile(
+    r"\$\{(now:|hydra:(run|sweep|runtime\.output_dir|runtime\.cwd|job\.num|job\.id))[^}]*\}"
+)
 
 
 def job_choices() -> dict[str, Any]:
-    """Return configuration and overrides of the running job as choices; {} outside ``hydra.main``."""
+    """Return configuration and overrides of the running job as choices;
+    {} outside ``hydra.main``.
+    """
     if not HydraConfig.initialized():
         return {}
     own: Any = HydraConfig.get()
     config: Any = OmegaConf.select(own, "..")  # the whole configuration
-    return {"config": configuration_of(config), **command_choice(own.overrides.task, start=own.runtime.cwd)}
+    return {
+        "config": configuration_of(config),
+        **command_choice(own.overrides.task, start=own.runtime.cwd),
+    }
 
 
 def configuration_of(config: DictConfig) -> Mapping[str, Any]:

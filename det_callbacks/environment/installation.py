@@ -8,9 +8,24 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from det_callbacks.internals.versions import OPTIONAL, TESTED, installed_version, malicious, newer_than_tested
+from det_callbacks.internals.versions import (
+    OPTIONAL,
+    TESTED,
+    installed_version,
+    malicious,
+    newer_than_tested,
+)
 
-_PACKAGES = ("det_callbacks", *TESTED, "pytorch_lightning", *OPTIONAL, "hydra-core", "numpy", "pyarrow", "triton")
+_PACKAGES = (
+    "det_callbacks",
+    *TESTED,
+    "pytorch_lightning",
+    *OPTIONAL,
+    "hydra-core",
+    "numpy",
+    "pyarrow",
+    "triton",
+)
 # the folders of a path, but not its file: they name users and machines
 _FOLDERS = re.compile(r"(?<![\w.])(?:~|[A-Za-z]:)?[\\/](?:[^\s\\/'\":;,]+[\\/])*")
 
@@ -20,7 +35,8 @@ class Installation:
     """Problems with the installed versions of torch and Lightning.
 
     Attributes:
-        versions: of Python and of the packages that matter here; None for one that is not installed.
+        versions: of Python and of the packages that matter here;
+            None for one that is not installed.
         untested: a sentence for each package newer than any tested version.
         broken: a sentence for each package with malware, else for each import that fails.
         missing: a sentence for each missing private name, with what to install.
@@ -36,7 +52,8 @@ def look_at_installation() -> Installation:
     """Import everything public, and look up each private name; takes a few seconds."""
     broken = tuple(malicious()) or _broken()  # the malware runs when it is imported
     return Installation(
-        versions={"python": platform.python_version()} | {name: installed_version(name) for name in _PACKAGES},
+        versions={"python": platform.python_version()}
+        | {name: installed_version(name) for name in _PACKAGES},
         untested=tuple(newer_than_tested()),
         broken=broken,
         missing=() if broken else _missing(),
@@ -44,7 +61,9 @@ def look_at_installation() -> Installation:
 
 
 def without_folders(text: str) -> str:
-    """Return a text whose paths are only the names of their files, so that it can go into a public report."""
+    """Return a text whose paths are only the names of their files,
+    so that it can go into a public report.
+    """
     return _FOLDERS.sub("", text.replace(str(Path.home()), "~"))
 
 

@@ -1,4 +1,6 @@
-"""Lists ops that the installed torch documents as nondeterministic, and ops that draw random numbers."""
+"""Lists ops that the installed torch documents as nondeterministic,
+and ops that draw random numbers.
+"""
 
 import ast
 import inspect
@@ -21,7 +23,11 @@ _CONVOLUTION = ("convolution", "convolution_backward")
 
 ALIASES: Mapping[str, tuple[str, ...]] = {
     # one aten op for all
-    **{f"torch.nn.Conv{kind}{dims}d": _CONVOLUTION for kind in ("", "Transpose") for dims in (1, 2, 3)},
+    **{
+        f"torch.nn.Conv{kind}{dims}d": _CONVOLUTION
+        for kind in ("", "Transpose")
+        for dims in (1, 2, 3)
+    },
     # the derivatives of those ops call these
     "torch.Tensor.__getitem__": ("index_put", "index_put_", "_index_put_impl_"),
     "torch.gather": ("scatter_add", "scatter_add_"),
@@ -45,7 +51,10 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 }
 """Documented name -> aten ops that ``_aten_names`` does not find."""
 
-_SECTIONS: Mapping[str, Behaviour] = {"act deterministically": "alternate algorithm", "RuntimeError": "error"}
+_SECTIONS: Mapping[str, Behaviour] = {
+    "act deterministically": "alternate algorithm",
+    "RuntimeError": "error",
+}
 # torch 2.15 writes two values as reduce='prod'\'mean'
 _VALUES = re.compile(r"\b(\w+)=((?:'[^']*'\\?)+|True|False)")
 _VALUE = re.compile(r"'[^']*'|True|False")
@@ -76,7 +85,11 @@ def read_op_facts() -> tuple[OpFact, ...]:
 
     TORCH.require()
     all_names = all_op_names()
-    names = [full.removeprefix("aten::").partition(".") for full in all_names if full.startswith("aten::")]
+    names = [
+        full.removeprefix("aten::").partition(".")
+        for full in all_names
+        if full.startswith("aten::")
+    ]
     seeded = torch.Tag.nondeterministic_seeded
     drawing = {
         name
@@ -84,17 +97,30 @@ def read_op_facts() -> tuple[OpFact, ...]:
         if seeded in getattr(getattr(torch.ops.aten, name), overload or "default").tags
     }
     facts = [
-        *parse_docstring(torch.use_deterministic_algorithms.__doc__ or "", {name for name, *_ in names}),
-        *(OpFact(name=f"aten.{it}", ops=(f"aten.{it}",), behaviour="random", device="any") for it in drawing),
+        *parse_docstring(
+            torch.use_deterministic_algorithms.__doc__ or "", {name for name, *_ in names}
+        ),
+        *(
+            OpFact(name=f"aten.{it}", ops=(f"aten.{it}",), behaviour="random", device="any")
+            for it in drawing
+        ),
     ]
-    return tuple(sorted(facts, key=lambda fact: (BEHAVIOURS.index(fact.behaviour), fact.name, fact.condition)))
+    return tuple(
+        sorted(
+            facts, key=lambda fact: (BEHAVIOURS.index(fact.behaviour), fact.name, fact.condition)
+        )
+    )
 
 
 def parse_docstring(docstring: str, registered: Collection[str]) -> list[OpFact]:
-    """Return the facts in the two lists in the docstring of ``torch.use_deterministic_algorithms``."""
+    """Return the facts in the two lists in
+    the docstring of ``torch.use_deterministic_algorithms``.
+    """
     facts = []
     # an indented list follows a paragraph that ends in "``mode=True``:"; a bullet may hold a list
-    lists = re.findall(r"((?:^\S.*\n)+)\n((?:[ \t].*\n|\n)+)", f"{inspect.cleandoc(docstring)}\n", re.MULTILINE)
+    lists = re.findall(
+        r"((?:^\S.*\n)+)\n((?:[ \t].*\n|\n)+)", f"{inspect.cleandoc(docstring)}\n", re.MULTILINE
+    )
     for paragraph, block in lists:
         text = " ".join(paragraph.split())
         if not text.endswith("``mode=True``:"):
@@ -105,14 +131,19 @@ def parse_docstring(docstring: str, registered: Collection[str]) -> list[OpFact]
     missing = set(_SECTIONS.values()) - {fact.behaviour for fact in facts}
     if missing:
         raise DetCallbacksError(
-            f"The docstring of torch.use_deterministic_algorithms has no list of ops for: "
-            f"{', '.join(sorted(missing))}. det_callbacks reads the docstring as of torch 2.13; python -OO removes it."
+            "The docstring of torch.use_deterministic_algorithms has no list of ops for: "
+            f"{', '.join(sorted(missing))}. det_callbacks reads the docstring as of torch 2.13; "
+            "python -OO removes it."
         )
     return facts
 
 
-def may_apply(fact: OpFact, *, op: str, phase: str, arguments: Mapping[str, Any], unknown: Sequence[str] = ()) -> bool:
-    """Return whether a fact may apply to a call; False only if name, phase or arguments exclude it."""
+def may_apply(
+    fact: OpFact, *, op: str, phase: str, arguments: Mapping[str, Any], unknown: Sequence[str] = ()
+) -> bool:
+    """Return whether a fact may apply to a call; False only if name,
+    phase or arguments exclude it.
+    """
     base = op.rpartition(".")[0]
     if base not in fact.ops:
         return False
@@ -120,7 +151,9 @@ def may_apply(fact: OpFact, *, op: str, phase: str, arguments: Mapping[str, Any]
         return False
     found = _CONVOLUTION_NAME.fullmatch(fact.name)
     if found and {"stride", "transposed"} <= arguments.keys():
-        return len(arguments["stride"]) == int(found[2]) and arguments["transposed"] == bool(found[1])
+        return len(arguments["stride"]) == int(found[2]) and arguments["transposed"] == bool(
+            found[1]
+        )
     # several values are alternatives: "when reduce='sum' or reduce='mean'"
     documented = defaultdict[str, list[Any]](list)
     for name, values in _VALUES.findall(fact.condition):
@@ -146,7 +179,9 @@ def _facts(behaviour: Behaviour, bullet: str, registered: Collection[str]) -> li
     return [
         OpFact(
             name=name,
-            ops=tuple(f"aten.{op}" for op in sorted(_aten_names(name, condition)) if op in registered),
+            ops=tuple(
+                f"aten.{op}" for op in sorted(_aten_names(name, condition)) if op in registered
+            ),
             behaviour=behaviour,
             device=device,
             condition=condition,
@@ -170,7 +205,9 @@ def _is_of_backward(condition: str) -> bool:
 
 
 def _aten_names(name: str, condition: str) -> set[str]:
-    """Return the aten ops of a documented name: lstm_cell, or its backward, for "torch.nn.LSTMCell"."""
+    """Return the aten ops of a documented name: lstm_cell, or its backward, for
+    "torch.nn.LSTMCell".
+    """
     if name in ALIASES:
         return {*ALIASES[name]}
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name.rpartition(".")[2])

@@ -1,4 +1,6 @@
-"""Findings about what a step computes from its inputs: values that do not change, or that the step computes wrongly."""
+"""Findings about what a step computes from its inputs: values that do not change,
+or that the step computes wrongly.
+"""
 
 from collections.abc import Sequence
 from math import prod
@@ -6,13 +8,31 @@ from math import prod
 import numpy as np
 
 from det_callbacks.digest.host import digest_bytes
-from det_callbacks.findings.facts import MIN_BATCHES, MIN_STEPS, FitSummary, is_loss
-from det_callbacks.findings.queries import ancestors, before_casts, held_name, outputs_of, place
+from det_callbacks.findings.facts import (
+    MIN_BATCHES,
+    MIN_STEPS,
+    FitSummary,
+    ancestors,
+    before_casts,
+    held_name,
+    is_loss,
+    outputs_of,
+    place,
+)
 from det_callbacks.findings.rule import Found, found_in, from_to, of_one_process, span
-from det_callbacks.runs.program import UNWRITTEN, Layout, Program, Site, TensorLayout, describe_tensor, reads_expanded
+from det_callbacks.runs.program import (
+    UNWRITTEN,
+    Layout,
+    Program,
+    Site,
+    TensorLayout,
+    describe_tensor,
+    reads_expanded,
+)
 from det_callbacks.text import listed
 
-MAX_ELEMENTS = 2**20  # of larger tensors, the recording does not track bytes, and no digest is made here
+# of larger tensors, the recording does not track bytes, and no digest is made here
+MAX_ELEMENTS = 2**20
 _COARSE = ("float16", "bfloat16")  # in which a loss often repeats a value
 
 
@@ -40,15 +60,25 @@ def constant_loss(fit: FitSummary) -> Found | None:
         fit,
         steps=losses,
         names=["loss"],
-        explanation=f"The loss has the same bits in all {len(losses)} examined steps, {from_to(losses)}, although the "
-        "batches differ",
-        advice="Check whether it depends on the batch: dead ReLUs, an output that is saturated, detached or "
-        "overwritten, or a loss computed from constants make it constant",
+        explanation=(
+            f"The loss has the same bits in all {len(losses)} examined steps, {from_to(losses)}, "
+            "although the batches differ"
+        ),
+        advice=(
+            "Check whether it depends on the batch: dead ReLUs, an output that is saturated, "
+            "detached or overwritten, or a loss computed from constants make it constant"
+        ),
     )
 
 
-_ONES = {"float32": b"\0\0\x80\x3f", "bfloat16": b"\x80\x3f", "float16": b"\0\x3c", "float64": bytes(6) + b"\xf0\x3f"}
-_SHAPE_ONLY = ("_like.", ".new_", "aten.zero", "aten.fill", "aten.ones")  # in names of ops that read no bits
+_ONES = {
+    "float32": b"\0\0\x80\x3f",
+    "bfloat16": b"\x80\x3f",
+    "float16": b"\0\x3c",
+    "float64": bytes(6) + b"\xf0\x3f",
+}
+# in names of ops that read no bits
+_SHAPE_ONLY = ("_like.", ".new_", "aten.zero", "aten.fill", "aten.ones")
 
 
 @of_one_process("op")
@@ -71,7 +101,9 @@ def constant_output(fit: FitSummary) -> Found | None:
     entries = fit.layout(records[0]).entries
     names = []
     for at, site in enumerate(program.sites):
-        is_output = site.phase == "forward" and not site.op and (site.name or "").startswith("output")
+        is_output = (
+            site.phase == "forward" and not site.op and (site.name or "").startswith("output")
+        )
         is_lost_there = site.module and loses[at] == site.module and not changes[at]
         if is_output and is_lost_there and _is_zeros_or_ones(entries[at], int(digests[0, at])):
             names.append(site.module)
@@ -82,17 +114,23 @@ def constant_output(fit: FitSummary) -> Found | None:
         fit,
         steps=steps,
         names=names,
-        explanation=f"{listed(names)} returned only zeros or only ones in all {len(steps)} examined steps, "
-        f"{from_to(steps)}, although the inputs changed",
-        advice="Check for dead ReLUs, saturated gates, and weights or a scale of zero; the modules after it learn "
-        "nothing from the data",
+        explanation=(
+            f"{listed(names)} returned only zeros or only ones in all {len(steps)} examined steps, "
+            f"{from_to(steps)}, although the inputs changed"
+        ),
+        advice=(
+            "Check for dead ReLUs, saturated gates, and weights or a scale of zero; the modules "
+            "after it learn nothing from the data"
+        ),
     )
 
 
 def _losing_change(program: Program, changes: np.ndarray) -> list[str | None]:
-    """Return the module in which each constant site lost a change: that of an op with inputs that change.
+    """Return the module in which each constant site lost a change:
+    that of an op with inputs that change.
 
-    The entry is None if the site changes or depends on no site that does; states of generators do not count.
+    The entry is None if the site changes or depends on no site that does;
+    states of generators do not count.
     """
     follows = changes & (program.roles != "generator")
     found: list[str | None] = [None] * len(program)
@@ -102,12 +140,16 @@ def _losing_change(program: Program, changes: np.ndarray) -> list[str | None]:
         if site.op and any(follows[read] for read in site.inputs):
             found[at] = site.module
         else:
-            found[at] = next((one for read in site.inputs if (one := found[read]) is not None), None)
+            found[at] = next(
+                (one for read in site.inputs if (one := found[read]) is not None), None
+            )
     return found
 
 
 def _is_zeros_or_ones(entry: TensorLayout | None, digest: int) -> bool:
-    """Return whether a tensor has several elements that are all 0, or all 1; other values may be equal by rounding."""
+    """Return whether a tensor has several elements that are all 0, or all 1;
+    other values may be equal by rounding.
+    """
     num = 1 if entry is None else prod(entry.shape)
     if entry is None or entry.dtype not in _ONES or not 1 < num <= MAX_ELEMENTS:
         return False
@@ -125,7 +167,8 @@ def uninitialised_read(fit: FitSummary) -> Found | None:
         was in memory, so they can differ from run to run: write all of the tensor, or allocate it
         with torch.zeros. If NumPy or a raw kernel writes it, the recorder cannot see that write.
     """
-    steps: dict[tuple[str, str, str], list[int]] = {}  # where it is read: place, op with tensor, line
+    # where it is read: place, op with tensor, line
+    steps: dict[tuple[str, str, str], list[int]] = {}
     for program, records in fit.programs:
         layout = fit.layout(records[0])
         for at, site in enumerate(program.sites):
@@ -142,10 +185,14 @@ def uninitialised_read(fit: FitSummary) -> Found | None:
         fit,
         steps=of_first,
         names=dict.fromkeys(place for place, *_ in steps),
-        explanation=f"{read} that was only partly written after its allocation, in {span(of_first)}{line}",
-        advice="Its other elements hold whatever was in memory, so they can differ from run to run: write all of the "
-        "tensor, or allocate it with torch.zeros. If NumPy or a raw kernel writes it, the recorder cannot see that "
-        "write",
+        explanation=(
+            f"{read} that was only partly written after its allocation, in {span(of_first)}{line}"
+        ),
+        advice=(
+            "Its other elements hold whatever was in memory, so they can differ from run to run: "
+            "write all of the tensor, or allocate it with torch.zeros. If NumPy or a raw kernel "
+            "writes it, the recorder cannot see that write"
+        ),
     )
 
 
@@ -165,7 +212,8 @@ _SIGMOIDS = "aten.sigmoid."
 
 @of_one_process("op")
 def softmax_twice(fit: FitSummary) -> Found | None:
-    """A loss that applies softmax or sigmoid to its input gets probabilities, to which it was already applied.
+    """A loss that applies softmax or sigmoid to its input gets probabilities,
+    to which it was already applied.
 
     Example:
         The loss applies softmax to the output of a softmax, in steps 0 to 7, at net.py:7 in
@@ -184,9 +232,14 @@ def softmax_twice(fit: FitSummary) -> Found | None:
                 fit,
                 steps=known,
                 names=[function],
-                explanation=f"The loss applies {function} to the output of a {function}, in {span(known)}{where}",
-                advice="cross_entropy and binary_cross_entropy_with_logits take logits: pass the output of the last "
-                "linear layer",
+                explanation=(
+                    f"The loss applies {function} to the output of a {function}, in "
+                    f"{span(known)}{where}"
+                ),
+                advice=(
+                    "cross_entropy and binary_cross_entropy_with_logits take logits: pass the "
+                    "output of the last linear layer"
+                ),
             )
     return None
 
@@ -206,7 +259,12 @@ def _sigmoids_of_sigmoid(program: Program) -> list[Site]:
 
     Only its backward pass distinguishes logits from targets: it applies sigmoid to the logits.
     """
-    again = {at for _, site in outputs_of(program, _SIGMOIDS) if site.phase == "backward" for at in site.inputs}
+    again = {
+        at
+        for _, site in outputs_of(program, _SIGMOIDS)
+        if site.phase == "backward"
+        for at in site.inputs
+    }
     return [
         site
         for _, site in outputs_of(program, "aten.binary_cross_entropy_with_logits.")
@@ -220,7 +278,8 @@ _LOSSES = ("aten.mse_loss.", "aten.smooth_l1_loss.", "aten.huber_loss.", "aten.s
 
 @of_one_process("op")
 def broadcast_loss(fit: FitSummary) -> Found | None:
-    """A loss compares each prediction with each target, because predictions of shape [B, 1] meet targets of shape [B].
+    """A loss compares each prediction with each target, because predictions of shape [B, 1] meet
+    targets of shape [B].
 
     Example:
         The loss compares predictions (float32 [8, 1]) with targets (float32 [8]) as [8, 8], in
@@ -242,16 +301,22 @@ def broadcast_loss(fit: FitSummary) -> Found | None:
                 fit,
                 steps=known,
                 names=["loss"],
-                explanation=f"The loss compares predictions ({predictions}) with targets ({targets}) as "
-                f"[{size}, {size}], in {span(known)}{where}",
-                advice="Each prediction is compared with the targets of all samples: give both the same shape, such as "
-                "predictions.squeeze(1)",
+                explanation=(
+                    f"The loss compares predictions ({predictions}) with targets ({targets}) as "
+                    f"[{size}, {size}], in {span(known)}{where}"
+                ),
+                advice=(
+                    "Each prediction is compared with the targets of all samples: give both the "
+                    "same shape, such as predictions.squeeze(1)"
+                ),
             )
     return None
 
 
 def _differences(program: Program) -> list[int]:
-    """Return the ops that compare two tensors for the loss: its own, or a subtraction of which it is the mean."""
+    """Return the ops that compare two tensors for the loss: its own,
+    or a subtraction of which it is the mean.
+    """
     found = [at for at, site in outputs_of(program, *_LOSSES) if site.phase == "forward"]
     for site in filter(is_loss, program.sites):
         at, read = -1, [*site.inputs]
@@ -268,7 +333,10 @@ def _crossed(
 ) -> tuple[TensorLayout, TensorLayout] | None:
     """Return predictions [B, 1] and targets [B] of the batch, if an op reads both as [B, B]."""
     made = entries[at]
-    read = sorted(program.sites[at].inputs, key=lambda one: -len(entry.shape) if (entry := entries[one]) else 0)
+    read = sorted(
+        program.sites[at].inputs,
+        key=lambda one: -len(entry.shape) if (entry := entries[one]) else 0,
+    )
     if made is None or len(read) != 2:
         return None
     predictions, targets = (entries[one] for one in read)
@@ -280,7 +348,11 @@ def _crossed(
         return None
     of_predictions, of_targets = (ancestors(program, [one], phase="forward") for one in read)
     is_of_model = any(held_name(program.sites[one]) for one in of_predictions)
-    sources = [site for one in of_targets if not (site := program.sites[one]).inputs and site.role != "argument"]
+    sources = [
+        site
+        for one in of_targets
+        if not (site := program.sites[one]).inputs and site.role != "argument"
+    ]
     is_of_batch = bool(sources) and all(site.phase == "data" for site in sources)
     return (predictions, targets) if is_of_model and is_of_batch else None
 
@@ -291,7 +363,8 @@ _MIXED = ("bf16-mixed", "16-mixed")
 
 @of_one_process("op")
 def unused_precision(fit: FitSummary) -> Found | None:
-    """The Trainer's mixed precision has no effect: all matrix products and convolutions are in float32.
+    """The Trainer's mixed precision has no effect: all matrix products and
+    convolutions are in float32.
 
     Example:
         The precision is bf16-mixed, but the forward pass computes its 2 matrix products and
@@ -315,8 +388,12 @@ def unused_precision(fit: FitSummary) -> Found | None:
         fit,
         steps=steps,
         names=["trainer.precision"],
-        explanation=f"The precision is {precision}, but the forward pass computes its {num_products} matrix products "
-        f"and convolutions in float32, in {span(steps)}",
-        advice="Check what disables autocast, or bypasses it: a nested torch.autocast, a custom autograd function, or "
-        "a compiler",
+        explanation=(
+            f"The precision is {precision}, but the forward pass computes its {num_products} "
+            f"matrix products and convolutions in float32, in {span(steps)}"
+        ),
+        advice=(
+            "Check what disables autocast, or bypasses it: a nested torch.autocast, a custom "
+            "autograd function, or a compiler"
+        ),
     )

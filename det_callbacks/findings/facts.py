@@ -1,7 +1,7 @@
 """The steps and the evidence of each fit of each process, read once and bounded."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,8 +20,8 @@ from det_callbacks.runs.evidence import (
 )
 from det_callbacks.runs.files import damaged
 from det_callbacks.runs.program import Layout, Program, Site, StepRecord
+from det_callbacks.runs.steps import StreamFile
 from det_callbacks.runs.store import Run
-from det_callbacks.runs.stream import StreamFile
 
 # Limits of a whole run, which its fits share.
 MAX_RANKS, MAX_FITS = 8, 4  # processes, and fits of each: the first ones
@@ -37,6 +37,8 @@ _MOMENTS = frozenset({LOADER, BATCH_START, AFTER_FORWARD})
 _KINDS = NAMES | {"indices", "start", "option"}
 
 SiteKey = Callable[[Site], str | None]
+
+CASTS = ("aten._to_copy.default", "aten.clone.default")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -79,11 +81,14 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizedParameters:
-    """Names of parameters that were always trainable; none if the recording has no such evidence."""
+    """Names of parameters that were always trainable; none if the recording
+    has no such evidence.
+    """
 
     by_optimizer: Mapping[str, list[str]]  # "optimizer 0" -> its parameters
     without_optimizer: list[str]  # parameters with a gradient that are never in an optimizer
-    with_large_gradient: list[str]  # parameters whose gradient exceeded rounding in one of the first updates
+    # parameters whose gradient exceeded rounding in one of the first updates
+    with_large_gradient: list[str]
 
 
 class FitSummary:
@@ -149,12 +154,16 @@ class FitSummary:
     @cached_property
     def states(self) -> dict[str, Series]:
         """Parameters, buffers and optimizer state after each step, by name."""
-        return self.series(lambda site: site.name if site.phase == "state" and site.role == "named" else None)
+        return self.series(
+            lambda site: site.name if site.phase == "state" and site.role == "named" else None
+        )
 
     @cached_property
     def initial_digests(self) -> dict[str, int]:
         """The first digest of each parameter, buffer and optimizer state: when the fit begins."""
-        first = self.series(lambda site: site.name if site.phase == "state" else None, takes_first=True)
+        first = self.series(
+            lambda site: site.name if site.phase == "state" else None, takes_first=True
+        )
         return {name: int(series.digests[0]) for name, series in first.items()}
 
     @cached_property
@@ -167,16 +176,26 @@ class FitSummary:
         """Step, epoch and digests of each batch that holds tensors."""
         found = []
         for program, records in self.programs:
-            chosen = [at for at, site in enumerate(program.sites) if site.phase == "data" and site.role == "named"]
+            chosen = [
+                at
+                for at, site in enumerate(program.sites)
+                if site.phase == "data" and site.role == "named"
+            ]
             if chosen:
-                found += [(record.step, record.epoch, record.digests[chosen].tobytes()) for record in records]
+                found += [
+                    (record.step, record.epoch, record.digests[chosen].tobytes())
+                    for record in records
+                ]
         return sorted(found)
 
     @cached_property
     def steps_with_backward(self) -> list[int]:
         """The steps in which the loss started a backward pass."""
         return [
-            record.step for program, records in self.programs if any(map(is_loss, program.sites)) for record in records
+            record.step
+            for program, records in self.programs
+            if any(map(is_loss, program.sites))
+            for record in records
         ]
 
     @property
@@ -212,7 +231,9 @@ class FitSummary:
         in_none = {*always.pop("", ())}
         return OptimizedParameters(
             by_optimizer={f"optimizer {number}": names for number, names in always.items()},
-            without_optimizer=[name for name in last.get("untrained_with_gradient", ()) if name in in_none],
+            without_optimizer=[
+                name for name in last.get("untrained_with_gradient", ()) if name in in_none
+            ],
             with_large_gradient=last.get("large_gradient", []),
         )
 
@@ -265,7 +286,9 @@ class FitSummary:
     @cached_property
     def constants(self) -> set[str]:
         """The parameters and buffers whose elements are all equal when the fit begins."""
-        return {name for row in self.rows if row.kind == "constants" for name in json.loads(row.text)}
+        return {
+            name for row in self.rows if row.kind == "constants" for name in json.loads(row.text)
+        }
 
     @cached_property
     def generator_starts(self) -> dict[str, int]:
@@ -283,7 +306,9 @@ class FitSummary:
 
 
 def fits_of(run: Run) -> list[list[FitSummary]]:
-    """Return the first fits of a run, each with the examined processes; an error if their evidence is missing."""
+    """Return the first fits of a run, each with the examined processes;
+    an error if their evidence is missing.
+    """
     paths: dict[tuple[int, int], list[Path]] = {}
     for rank in run.ranks[:MAX_RANKS]:
         for file in run.rank(rank).files:
@@ -301,7 +326,8 @@ def fits_of(run: Run) -> list[list[FitSummary]]:
 def _has_evidence(run: Run, file: StreamFile) -> bool:
     """Return whether evidence was recorded next to a file of steps: by every fit with a step.
 
-    A verification writes evidence only of steps that differ, and an ObserverContext only of arguments.
+    A verification writes evidence only of steps that differ,
+    and an ObserverContext only of arguments.
     """
     is_training = run.keeps == "all" and not run.manifest.recorded_by
     return is_training and file.unfinished is None and len(file.rows) > 0
@@ -323,10 +349,83 @@ def _joined(parts: list[tuple[np.ndarray, np.ndarray]]) -> Series:
 
 def is_loss(site: Site) -> bool:
     """Return whether a site is a loss that started a backward pass of the step."""
-    if site.phase != "forward" or site.role != "named" or site.op or site.module or site.name is None:
+    if (
+        site.phase != "forward"
+        or site.role != "named"
+        or site.op
+        or site.module
+        or site.name is None
+    ):
         return False
     return site.is_loss
 
 
 def _parameter_of(site: Site) -> str | None:
     return site.of or None
+
+
+def outputs_of(program: Program, *ops: str) -> Iterator[tuple[int, Site]]:
+    """Yield the positions and sites of the outputs of ops, such as "aten._softmax."."""
+    for at, site in enumerate(program.sites):
+        if site.role == "output" and site.op.startswith(ops):
+            yield at, site
+
+
+def before_casts(program: Program, at: int) -> int:
+    """Return the position of what casts and copies read first."""
+    while (site := program.sites[at]).op in CASTS and len(site.inputs) == 1:
+        (at,) = site.inputs
+    return at
+
+
+def ancestors(program: Program, positions: Iterable[int], *, phase: str) -> set[int]:
+    """Return positions, and what they followed from: through ops of this phase,
+    up to the first other site.
+    """
+    found, pending = set[int](), [*positions]
+    while pending:
+        at = pending.pop()
+        if at not in found:
+            found.add(at)
+            site = program.sites[at]
+            pending += site.inputs if site.phase == phase else ()
+    return found
+
+
+def forward_readers(program: Program) -> dict[str, list[Site]]:
+    """Return the ops of the forward pass that read each named tensor as it was
+    before the step, by its name.
+    """
+    found: dict[str, list[Site]] = {}
+    for site in program.sites:
+        if site.op and site.phase == "forward" and site.role == "output":
+            for at in site.inputs:
+                name = held_name(program.sites[at])
+                if name is not None:
+                    found.setdefault(name, []).append(site)
+    return found
+
+
+def held_name(site: Site) -> str | None:
+    """Return the name of a tensor that was there before the step, and is
+    read as it was then; or None.
+    """
+    is_first = site.phase == "state" and not site.inputs  # the first step begins with the state
+    return site.name if is_first or site.role == "input" else None
+
+
+def place(site: Site) -> str:
+    """Return " in net.head, at train.py:7 in forward", with what is known of it."""
+    module = f" in {site.module}" if site.module not in ("", "?") else ""
+    return module + (f", at {site.source[0]}" if site.source else "")
+
+
+def line_with(fit: FitSummary, site: Site, word: str) -> str:
+    """Return the first line of a site's stack with this word, as "train.py:7 in
+    forward"; "" if none has it.
+    """
+    for line in site.source:
+        number = line.partition(" in ")[0].rpartition(":")[2]
+        if any(str(at) == number and word in text for at, text in fit.run.source_text(line)):
+            return line
+    return ""

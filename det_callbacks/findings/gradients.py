@@ -1,17 +1,26 @@
-"""Findings about gradients and updates: who gets a gradient, what the update makes of it, and what changes."""
+"""Findings about gradients and updates: who gets a gradient, what the update
+makes of it, and what changes.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from det_callbacks.findings.facts import MIN_STEPS, FitSummary
-from det_callbacks.findings.queries import ancestors, forward_readers, line_with, outputs_of
+from det_callbacks.findings.facts import (
+    MIN_STEPS,
+    FitSummary,
+    ancestors,
+    forward_readers,
+    line_with,
+    outputs_of,
+)
 from det_callbacks.findings.rule import Found, found_in, from_to, of_one_process
-from det_callbacks.runs.environment import FOLLOWED
+from det_callbacks.runs.manifest import FOLLOWED
 from det_callbacks.runs.program import Program, Site, describe_tensor
 from det_callbacks.text import count, listed
 
-MIN_UPDATES = 20  # by then a rare branch, such as an expert, has a gradient, and a scaler has found its scale
+# by then a rare branch, such as an expert, has a gradient, and a scaler has found its scale
+MIN_UPDATES = 20
 
 
 @of_one_process("state")
@@ -37,10 +46,15 @@ def not_in_optimizer(fit: FitSummary) -> Found | None:
         fit,
         steps=steps,
         names=names,
-        explanation=f"The backward pass computes gradients for {listed(names)}, but no optimizer uses them, so the "
-        "initial values never change",
-        advice="Pass the parameters to an optimizer: self.parameters() covers only modules that are registered before "
-        "the call. Call requires_grad_(False) on parameters that should not change",
+        explanation=(
+            f"The backward pass computes gradients for {listed(names)}, but no optimizer uses "
+            "them, so the initial values never change"
+        ),
+        advice=(
+            "Pass the parameters to an optimizer: self.parameters() covers only modules that are "
+            "registered before the call. Call requires_grad_(False) on parameters that should not "
+            "change"
+        ),
     )
 
 
@@ -56,7 +70,12 @@ def no_gradient(fit: FitSummary) -> Found | None:
     """
     readers = _readers_by_step(fit)
     for optimizer, names in fit.optimized.by_optimizer.items():
-        steps = {int(step) for name in names if name in fit.gradients for step in fit.gradients[name].steps}
+        steps = {
+            int(step)
+            for name in names
+            if name in fit.gradients
+            for step in fit.gradients[name].steps
+        }
         without = [name for name in names if name not in fit.gradients]
         read = [name for name in without if len(steps & readers.get(name, {}).keys()) >= MIN_STEPS]
         if len(steps) < MIN_UPDATES:
@@ -68,23 +87,37 @@ def no_gradient(fit: FitSummary) -> Found | None:
                 fit,
                 steps=steps,
                 names=without,
-                explanation=f"{_described(fit, without)} never got a gradient, although {optimizer} updated its other "
-                f"parameters in {count(len(steps), 'step')}, {from_to(steps)}{used}",
+                explanation=(
+                    f"{_described(fit, without)} never got a gradient, although {optimizer} "
+                    f"updated its other parameters in {count(len(steps), 'step')}, "
+                    f"{from_to(steps)}{used}"
+                ),
                 advice=cut
-                or "Check where the module is called, and whether its output reaches the loss: detach(), "
-                ".data, .item() and torch.no_grad() cut the graph. Leave unused parameters out of the optimizer",
+                or (
+                    "Check where the module is called, and whether its output reaches the loss: "
+                    "detach(), .data, .item() and torch.no_grad() cut the graph. Leave unused "
+                    "parameters out of the optimizer"
+                ),
             )
     return None
 
 
 def _described(fit: FitSummary, names: Sequence[str]) -> str:
-    """Return a list of parameters; those that no module has get their names when the script is followed."""
+    """Return a list of parameters; those that no module has get their names
+    when the script is followed.
+    """
     program, records = fit.programs[0]
     of_state = {site.name: at for at, site in enumerate(program.sites) if site.phase == "state"}
     entries = fit.layout(records[0]).entries
-    outside = [name for name in names if fit.choice(FOLLOWED) is not None and re.fullmatch(r"tensor(_\d+)?", name)]
+    outside = [
+        name
+        for name in names
+        if fit.choice(FOLLOWED) is not None and re.fullmatch(r"tensor(_\d+)?", name)
+    ]
     shapes = {name: entry for name in outside if (entry := entries[of_state[name]]) is not None}
-    text = {name: f"{name} ({describe_tensor(entry)}, in no module)" for name, entry in shapes.items()}
+    text = {
+        name: f"{name} ({describe_tensor(entry)}, in no module)" for name, entry in shapes.items()
+    }
     return listed([text.get(name, name) for name in names])
 
 
@@ -93,26 +126,37 @@ def _readers_by_step(fit: FitSummary) -> dict[str, dict[int, list[Site]]]:
     found: dict[str, dict[int, list[Site]]] = {}
     for program, records in fit.programs:
         for name, sites in forward_readers(program).items():
-            found.setdefault(name, {}).update(dict.fromkeys((record.step for record in records), sites))
+            found.setdefault(name, {}).update(
+                dict.fromkeys((record.step for record in records), sites)
+            )
     return found
 
 
 def _cut_by_checkpoint(fit: FitSummary, readers: Sequence[Mapping[int, list[Site]]]) -> str:
-    """Return what to do if all parameters are read in a checkpointed region that is never run again; else ""."""
-    again = {site.module for program, _ in fit.programs for site in program.sites if site.recomputed}
+    """Return what to do if all parameters are read in a checkpointed region that is
+    never run again; else "".
+    """
+    again = {
+        site.module for program, _ in fit.programs for site in program.sites if site.recomputed
+    }
     lines = list[str]()
     for by_step in readers:
         sites = next(iter(by_step.values()))
-        inside = [line for site in sites if site.module not in again and (line := line_with(fit, site, "checkpoint("))]
+        inside = [
+            line
+            for site in sites
+            if site.module not in again and (line := line_with(fit, site, "checkpoint("))
+        ]
         if not inside:
             return ""
         lines.append(inside[0])
     if not lines:
         return ""
     return (
-        f"The activation checkpointing at {lines[0]} never ran its region again: with use_reentrant=True it cuts the "
-        "graph unless an input requires a gradient. Pass use_reentrant=False, or call requires_grad_() on the input "
-        "(enable_input_require_grads() in transformers)"
+        f"The activation checkpointing at {lines[0]} never ran its region again: with "
+        "use_reentrant=True it cuts the graph unless an input requires a gradient. Pass "
+        "use_reentrant=False, or call requires_grad_() on the input (enable_input_require_grads() "
+        "in transformers)"
     )
 
 
@@ -133,7 +177,9 @@ def uncleared_gradient(fit: FitSummary) -> Found | None:
             continue
         for name, positions in kept[after.program_id].items():
             at = updated[before.program_id].get(name)
-            if at is not None and any(after.digests[kept_at] == before.digests[at] for kept_at in positions):
+            if at is not None and any(
+                after.digests[kept_at] == before.digests[at] for kept_at in positions
+            ):
                 steps.setdefault(name, []).append(after.step)
     often = {name: known for name, known in steps.items() if len(known) >= MIN_STEPS}
     if not often:
@@ -143,22 +189,29 @@ def uncleared_gradient(fit: FitSummary) -> Found | None:
         fit,
         steps=numbers,
         names=often,
-        explanation=f"In {count(len(numbers), 'step')}, {from_to(numbers)}, the backward pass added to the gradient of "
-        f"{listed(often)}, which the previous step's update had already used",
-        advice="Call zero_grad after each update, or before the first backward pass of the next update",
+        explanation=(
+            f"In {count(len(numbers), 'step')}, {from_to(numbers)}, the backward pass added to the "
+            f"gradient of {listed(often)}, which the previous step's update had already used"
+        ),
+        advice=(
+            "Call zero_grad after each update, or before the first backward pass of the next update"
+        ),
     )
 
 
 def _updates(program: Program) -> dict[str, int]:
     """Return the last position of each gradient of an update, by the parameter's name."""
     sites = enumerate(program.sites)
-    return {site.of: at for at, site in sites if (site.phase, site.subject) == ("gradient", "gradient")}
+    return {
+        site.of: at for at, site in sites if (site.phase, site.subject) == ("gradient", "gradient")
+    }
 
 
 def _kept_inputs(program: Program) -> dict[str, list[int]]:
     """Return, for each gradient of an update, the earlier gradients to which the step added it.
 
-    The backward pass of a generator also adds to the gradients of its critic, which are cleared before their update.
+    The backward pass of a generator also adds to the gradients of its critic, which are cleared
+    before their update.
     """
     found: dict[str, list[int]] = {}
     for name, last in _updates(program).items():
@@ -178,7 +231,8 @@ _CLEARS = ("aten.zero_.", "aten._foreach_zero_.")
 
 @of_one_process("state")
 def nothing_updated(fit: FitSummary) -> Found | None:
-    """No parameter changes in 20 updates, or from a step on, although backward passes run; the recording shows why.
+    """No parameter changes in 20 updates, or from a step on, although backward passes run; the
+    recording shows why.
 
     Example:
         No parameter changed in 20 steps, from step 0 to 19, although the backward pass ran in each.
@@ -191,26 +245,39 @@ def nothing_updated(fit: FitSummary) -> Found | None:
     if not still or not all(map(len, still)):
         return None
     since = max(int(steps[0]) for steps in still)
-    gradients = [fit.gradients[name].since(since).steps.tolist() for name in names if name in fit.gradients]
+    gradients = [
+        fit.gradients[name].since(since).steps.tolist() for name in names if name in fit.gradients
+    ]
     steps = {step for of_name in gradients for step in of_name}
     advice = ""
-    before = {step for name in names if name in fit.gradients for step in fit.gradients[name].steps.tolist()}
+    before = {
+        step
+        for name in names
+        if name in fit.gradients
+        for step in fit.gradients[name].steps.tolist()
+    }
     earlier = {step for step in fit.steps_with_backward if step < since}
     # otherwise, many steps may accumulate gradients
-    updates_each_step = fit.choice(FOLLOWED) is not None or (len(before) >= MIN_STEPS and before == earlier)
+    updates_each_step = fit.choice(FOLLOWED) is not None or (
+        len(before) >= MIN_STEPS and before == earlier
+    )
     if not steps and updates_each_step:
         steps = {step for step in fit.steps_with_backward if step >= since}
         advice = (
-            "No update used a gradient: call zero_grad after the update, or before the backward pass, update in each "
-            "step, and make the optimizer of the parameters that the backward pass uses"
+            "No update used a gradient: call zero_grad after the update, or before the backward "
+            "pass, update in each step, and make the optimizer of the parameters that the backward "
+            "pass uses"
         )
     elif _is_cleared(fit, since):
         advice = (
-            "Something sets the gradients to zero between the backward pass and the update: call zero_grad after the "
-            "update, or before the backward pass"
+            "Something sets the gradients to zero between the backward pass and the update: call "
+            "zero_grad after the update, or before the backward pass"
         )
     elif fit.rates_since(since) == {0.0}:
-        advice = "The learning rates of all parameter groups are 0: check the scheduler, and how often it steps"
+        advice = (
+            "The learning rates of all parameter groups are 0: check the scheduler, and how often "
+            "it steps"
+        )
     elif since == fit.records[0].step and fit.optimized.with_large_gradient:
         advice = "Check the learning rates, and the dtype: bfloat16 rounds a small update away"
     # without a reason, the training may have converged
@@ -221,21 +288,28 @@ def nothing_updated(fit: FitSummary) -> Found | None:
         fit,
         steps=steps,
         names=names,
-        explanation=f"No parameter changed{after} in {count(len(steps), 'step')}, {from_to(steps)}, although the "
-        "backward pass ran in each",
+        explanation=(
+            f"No parameter changed{after} in {count(len(steps), 'step')}, {from_to(steps)}, "
+            "although the backward pass ran in each"
+        ),
         advice=advice,
     )
 
 
 def _is_cleared(fit: FitSummary, since: int) -> bool:
-    """Return whether all updates from a step on used gradients that an op set to zero after the backward pass."""
+    """Return whether all updates from a step on used gradients that an op set to
+    zero after the backward pass.
+    """
     is_cleared = list[bool]()
     for program, records in fit.programs:
         used = [program.sites[at] for at in _updates(program).values()]
         if used and records[-1].step >= since:
-            last = max((at for at, site in enumerate(program.sites) if site.phase == "backward"), default=0)
+            last = max(
+                (at for at, site in enumerate(program.sites) if site.phase == "backward"), default=0
+            )
             is_cleared += [
-                any(at > last and program.sites[at].op.startswith(_CLEARS) for at in site.inputs) for site in used
+                any(at > last and program.sites[at].op.startswith(_CLEARS) for at in site.inputs)
+                for site in used
             ]
     return bool(is_cleared) and all(is_cleared)
 
@@ -265,10 +339,14 @@ def frozen_parameter(fit: FitSummary) -> Found | None:
         fit,
         steps=steps,
         names=names,
-        explanation=f"{listed(names)} had gradients in {count(len(steps), 'update')}, {from_to(steps)}, and never "
-        "changed",
-        advice="Check the learning rate of their parameter group, code that restores them, and their dtype: bfloat16 "
-        "rounds a small update away",
+        explanation=(
+            f"{listed(names)} had gradients in {count(len(steps), 'update')}, {from_to(steps)}, "
+            "and never changed"
+        ),
+        advice=(
+            "Check the learning rate of their parameter group, code that restores them, and their "
+            "dtype: bfloat16 rounds a small update away"
+        ),
     )
 
 
@@ -279,7 +357,8 @@ _CLAMPS = ("aten.clamp", "aten._foreach_clamp", "aten.clip")
 
 @of_one_process("op")
 def clipped_before_unscale(fit: FitSummary) -> Found | None:
-    """Gradients are clipped while the scale of mixed precision is still in them, and unscaled afterwards.
+    """Gradients are clipped while the scale of mixed precision is still in them,
+    and unscaled afterwards.
 
     Example:
         In 8 steps, from step 0 to 7, the gradients of first.weight, first.bias, last.weight and 1
@@ -299,26 +378,34 @@ def clipped_before_unscale(fit: FitSummary) -> Found | None:
         fit,
         steps=steps,
         names=names,
-        explanation=f"In {count(len(steps), 'step')}, {from_to(steps)}, the gradients of {listed(names)} were clipped "
-        "before the gradient scaler unscaled them, so the limit applied to scaled gradients",
+        explanation=(
+            f"In {count(len(steps), 'step')}, {from_to(steps)}, the gradients of {listed(names)} "
+            "were clipped before the gradient scaler unscaled them, so the limit applied to scaled "
+            "gradients"
+        ),
         advice="Call scaler.unscale_(optimizer) before you clip",
     )
 
 
 def _clipped(program: Program, unscaled: Sequence[int]) -> list[str]:
-    """Return the gradients among the inputs of an unscaling that an op limited: by value, or by a factor from norms.
+    """Return the gradients among the inputs of an unscaling that an op limited: by value,
+    or by a factor from norms.
 
     A limit that Python computed from the scale is meant for scaled gradients.
     """
     named = {at: program.sites[at].of for at in unscaled if program.sites[at].subject == "gradient"}
     scale = ancestors(program, {*unscaled} - named.keys(), phase="gradient")
     reads = (at for at, site in enumerate(program.sites) if site.op.startswith(_READS_NUMBER))
-    first_read = next((at for at in reads if not scale.isdisjoint(program.sites[at].inputs)), len(program))
+    first_read = next(
+        (at for at in reads if not scale.isdisjoint(program.sites[at].inputs)), len(program)
+    )
     written = [at for at in named if program.sites[at].phase == "gradient" and at < first_read]
     return [named[at] for at in written if _limits(program, program.sites[at])]
 
 
 def _limits(program: Program, site: Site) -> bool:
     factors = [at for at in site.inputs if program.sites[at].subject != "gradient"]
-    from_norms = any("norm" in program.sites[at].op for at in ancestors(program, factors, phase="gradient"))
+    from_norms = any(
+        "norm" in program.sites[at].op for at in ancestors(program, factors, phase="gradient")
+    )
     return from_norms or site.op.startswith(_CLAMPS)

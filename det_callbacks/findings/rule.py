@@ -25,11 +25,14 @@ class Found:
 class Rule:
     """A finding: its name, the lowest level that records what it needs, and a function.
 
-    The first paragraph of the docstring says when the finding applies. After "Example:" comes a whole message, which
-    a test compares with that of a real training. ``make findings`` writes both to ``docs/reference/findings.md``.
+    The first paragraph of the docstring says when the finding applies. After "Example:" comes a
+    whole message, which a test compares with that of a real training. ``make findings`` writes both
+    to ``docs/reference/findings.md``.
     """
 
-    def __init__(self, look: Callable[..., Found | None], level: Level, *, is_of_ranks: bool) -> None:
+    def __init__(
+        self, look: Callable[..., Found | None], level: Level, *, is_of_ranks: bool
+    ) -> None:
         self.name = look.__name__
         self.level = level
         self.is_of_ranks = is_of_ranks
@@ -37,9 +40,11 @@ class Rule:
         self._look = look
 
     def find(self, fits: Fits) -> Found | None:
-        """Return where the finding applies, or None if it does not, or if the recording lacks the facts.
+        """Return where the finding applies, or None if it does not,
+        or if the recording lacks the facts.
 
-        A finding of one process is the first process's, with the ranks and names of all that have it.
+        A finding of one process is the first process's, with the ranks and
+        names of all that have it.
         """
         if self.is_of_ranks:
             return self._look(fits)
@@ -47,7 +52,9 @@ class Rule:
         if not found:
             return None
         names = dict.fromkeys(name for one in found for name in one.names)
-        return replace(found[0], ranks=tuple(rank for one in found for rank in one.ranks), names=tuple(names))
+        return replace(
+            found[0], ranks=tuple(rank for one in found for rank in one.ranks), names=tuple(names)
+        )
 
 
 def of_one_process(level: Level) -> Callable[[Callable[[FitSummary], Found | None]], Rule]:
@@ -58,10 +65,18 @@ def of_ranks(level: Level) -> Callable[[Callable[[Fits], Found | None]], Rule]:
     return lambda look: Rule(look, level, is_of_ranks=True)
 
 
-def found_in(*fits: FitSummary, steps: Iterable[int], names: Iterable[str], explanation: str, advice: str) -> Found:
+def found_in(
+    *fits: FitSummary, steps: Iterable[int], names: Iterable[str], explanation: str, advice: str
+) -> Found:
     ranks = tuple(fit.rank for fit in fits)
     first_and_last = ends(steps)
-    return Found(ranks=ranks, steps=first_and_last, names=tuple(names), explanation=explanation, advice=advice)
+    return Found(
+        ranks=ranks,
+        steps=first_and_last,
+        names=tuple(names),
+        explanation=explanation,
+        advice=advice,
+    )
 
 
 def ends(steps: Iterable[int]) -> tuple[int, int]:

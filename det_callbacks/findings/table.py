@@ -13,9 +13,14 @@ from det_callbacks.findings.computation import (
     uninitialised_read,
     unused_precision,
 )
-from det_callbacks.findings.data import equal_workers, repeated_batch, repeated_order
+from det_callbacks.findings.data import (
+    equal_workers,
+    recomputation_differs,
+    repeated_batch,
+    repeated_order,
+    reseeded,
+)
 from det_callbacks.findings.facts import fits_of
-from det_callbacks.findings.generators import recomputation_differs, reseeded
 from det_callbacks.findings.gradients import (
     clipped_before_unscale,
     frozen_parameter,
@@ -24,9 +29,14 @@ from det_callbacks.findings.gradients import (
     nothing_updated,
     uncleared_gradient,
 )
-from det_callbacks.findings.ranks import equal_ranks, unequal_replicas
 from det_callbacks.findings.rule import Fits, Found, Rule
-from det_callbacks.findings.state import moving_statistics, stale_copy, stale_state
+from det_callbacks.findings.state import (
+    equal_ranks,
+    moving_statistics,
+    stale_copy,
+    stale_state,
+    unequal_replicas,
+)
 from det_callbacks.runs.store import Run
 from det_callbacks.text import ranks_text
 from det_callbacks.verdict import Finding
@@ -62,8 +72,8 @@ _OPTION = "ignore_findings"
 def find_findings(run: Run, ignored: Collection[str] | None = None) -> tuple[Finding, ...]:
     """Return the findings of a run, without ``ignored`` ones (None: the project's list).
 
-    Reads at most 4,000 steps (256 MiB of digests) and the evidence of 20,000, of at most 8 processes
-    and 4 fits. A damaged file is a ReferenceFormatError.
+    Reads at most 4,000 steps (256 MiB of digests) and the evidence of 20,000, of at most 8
+    processes and 4 fits. A damaged file is a ReferenceFormatError.
     """
     known = ignored_findings() if ignored is None else ignored
     fits = fits_of(run)
@@ -82,7 +92,11 @@ def _finding(rule: Rule, run: Run, fits: Sequence[Fits]) -> Finding | None:
 
 def _as_finding(rule: Rule, run: Run, found: Found, segment: int) -> Finding:
     place = f"In segment {segment}: " if segment else ""
-    ranks = f", on {ranks_text(found.ranks)}" if run.manifest.world_size > 1 and not rule.is_of_ranks else ""
+    ranks = (
+        f", on {ranks_text(found.ranks)}"
+        if run.manifest.world_size > 1 and not rule.is_of_ranks
+        else ""
+    )
     return Finding(
         finding=rule.name,
         explanation=f"{place}{found.explanation}{ranks}. {found.advice}.",
@@ -109,7 +123,7 @@ def ignored_findings() -> frozenset[str]:
     unknown = [word for word in given if word not in words] if isinstance(given, list) else [given]
     if unknown:
         raise SelectionError(
-            f"{_OPTION} in [tool.det_callbacks] of {file} has {', '.join(map(repr, unknown))}, but must be a list of "
-            f"these findings: {', '.join(words)}."
+            f"{_OPTION} in [tool.det_callbacks] of {file} has {', '.join(map(repr, unknown))}, but "
+            f"must be a list of these findings: {', '.join(words)}."
         )
     return frozenset(given)

@@ -1,8 +1,9 @@
-"""The run of an unmodified loop, whose steps ``torch_steps.py`` finds."""
+"""The run of an unmodified loop, whose steps ``torch_steps.py`` finds, and the model it trains."""
 
+import gc
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import cache
 from pathlib import Path
 from threading import get_ident
@@ -15,38 +16,129 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from det_callbacks.errors import DetCallbacksError, NothingComparedError, SelectionError
-from det_callbacks.integrations.command import claim_run, read_arguments, report_to_command, withdraw_claim
+from det_callbacks.integrations.command import (
+    Seen,
+    claim_run,
+    read_arguments,
+    report_to_command,
+    withdraw_claim,
+)
 from det_callbacks.integrations.loop import LoopTraining, TrainingRun
-from det_callbacks.integrations.seen import Seen
-from det_callbacks.integrations.torch_models import SeveralModels, evaluated_models, models_of
-from det_callbacks.internals.torch import always_called, global_hooks, global_pre_hooks, memory_address
+from det_callbacks.internals.torch import (
+    CHILDREN,
+    always_called,
+    global_hooks,
+    global_pre_hooks,
+    memory_address,
+)
 from det_callbacks.observers.observations import REGISTRY
 from det_callbacks.report.closing_lines import after_last_update, unrecorded_updates
 from det_callbacks.report.console import end_process, print_closing_line, print_error
-from det_callbacks.runs.environment import EACH_CALL, FOLLOWED, UNRECORDED
+from det_callbacks.runs.manifest import EACH_CALL, FOLLOWED, UNRECORDED
 from det_callbacks.runs.store import Run
 from det_callbacks.text import count, listed
 from det_callbacks.trace.dispatch import runs_uncompiled
-from det_callbacks.trace.state.leaves import flatten
-from det_callbacks.trace.state.optimizers import parameters_of
-from det_callbacks.training.draws import DrawnLoader
-from det_callbacks.training.fits import take_unfinished
+from det_callbacks.trace.leaves import flatten
+from det_callbacks.trace.optimizers import parameters_of
+from det_callbacks.training.loading import DrawnLoader
+from det_callbacks.training.recording import take_unfinished
 from det_callbacks.training.training import unwrapped
 
 _AT_RETURN = -(1 << 30)  # key of hooks; a new key in each step would make Dynamo compile again
 
 
+class SeveralModels(nn.Module):
+    """Modules trained together, named by their classes, and trained tensors outside modules."""
+
+
+def models_of(module: nn.Module | None, optimizers: Sequence[Optimizer]) -> nn.Module:
+    """Return the called module, or a module that holds every parameter of the optimizers."""
+    parameters: dict[int, torch.Tensor] = {}
+    for optimizer in optimizers:
+        parameters |= {id(tensor): tensor for tensor in parameters_of(optimizer)}
+    if module is not None and parameters.keys() <= _owned(module):
+        return module
+    roots: list[nn.Module] = []
+    known = _outermost(parameters.keys())
+    in_none: list[torch.Tensor] = []
+    while parameters:
+        first = next(iter(parameters))
+        holders = [root for root in known if first in known[root]]
+        root = max(holders, key=lambda one: len(known[one]), default=None)
+        if root is None:
+            in_none.append(parameters.pop(first))
+            continue
+        roots.append(root)
+        parameters = {key: tensor for key, tensor in parameters.items() if key not in known[root]}
+    if len(roots) == 1 and not in_none:
+        return roots[0]
+    return _together(roots, in_none)
+
+
+def evaluated_models() -> nn.Module:
+    """Return the outermost module of this process that has parameters,
+    or one that holds all of them.
+    """
+    gc.collect()  # modules that the script has dropped
+    roots = [root for root in _roots() if _owned(root)]
+    return roots[0] if len(roots) == 1 else _together(roots, [])
+
+
+def _together(roots: Sequence[nn.Module], in_none: Sequence[torch.Tensor]) -> SeveralModels:
+    several = SeveralModels()
+    for model in map(unwrapped, roots):
+        # beside tensors alone, the only model keeps its names
+        name = "" if len(roots) == 1 else _free_name(several, type(model).__name__)
+        getattr(several, CHILDREN)[name] = model
+    for tensor in in_none:
+        name = _free_name(several, "tensor")
+        if isinstance(tensor, nn.Parameter):
+            several.register_parameter(name, tensor)
+        else:
+            several.register_buffer(name, tensor)
+    return several
+
+
+def _owned(module: nn.Module) -> set[int]:
+    return {id(parameter) for parameter in module.parameters()}
+
+
+def _outermost(keys: Set[int]) -> dict[nn.Module, set[int]]:
+    """Return the outermost modules of this process that hold some of the parameters."""
+    owned = {one: _owned(one) & keys for one in _roots()}
+    return {one: found for one, found in owned.items() if found}
+
+
+def _roots() -> list[nn.Module]:
+    """Return the outermost modules of this process, in the order in which they were made."""
+    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
+    modules = [
+        one for one in modules if not isinstance(one, SeveralModels) and CHILDREN in vars(one)
+    ]
+    inner = {id(child) for one in modules for child in one.children()}
+    return [one for one in modules if id(one) not in inner]
+
+
+def _free_name(several: nn.Module, name: str) -> str:
+    number, free = 1, name
+    while hasattr(several, free):
+        free, number = f"{name}_{number}", number + 1
+    return free
+
+
 class FollowedLoop(TrainingRun):
     """A TrainingRun driven by ``TorchSteps``; without optimizers it is an evaluation.
 
-    The batch of a step is the one that a ``DataLoader`` returned if the model gets one of its tensors,
-    else the model's arguments.
+    The batch of a step is the one that a ``DataLoader`` returned if the model gets one of its
+    tensors, else the model's arguments.
     """
 
     called = "run"
     is_of_command = True
 
-    def __init__(self, asked: str, module: nn.Module | None, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(
+        self, asked: str, module: nn.Module | None, optimizers: Sequence[Optimizer]
+    ) -> None:
         model = _models_of(module, optimizers)
         super().__init__(**read_arguments(asked), model=model, optimizers=[*optimizers])
         self._ended_by: BaseException | None = None
@@ -85,7 +177,9 @@ class FollowedLoop(TrainingRun):
         self._model, self._optimizers = _models_of(module, optimizers), [*optimizers]
 
     def holds(self, module: nn.Module) -> bool:
-        return self._is_open and any(id(parameter) in self._owned for parameter in module.parameters())
+        return self._is_open and any(
+            id(parameter) in self._owned for parameter in module.parameters()
+        )
 
     @override
     def _make_training(self) -> LoopTraining:
@@ -94,7 +188,9 @@ class FollowedLoop(TrainingRun):
         return training
 
     def begin_fit(self, give_way: Callable[[], None]) -> None:
-        """Begin a fit; if it is an evaluation, call ``give_way`` before the script begins its own run."""
+        """Begin a fit; if it is an evaluation, call ``give_way`` before the
+        script begins its own run.
+        """
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         if not rank and not self._has_claimed:
             claim_run()
@@ -115,13 +211,20 @@ class FollowedLoop(TrainingRun):
         self.__enter__()
         if self.is_evaluation:
             REGISTRY.make_room = give_way
-        if not self._training.rank and not self.is_evaluation:  # which ends unsaid if the script trains
+        # which ends unsaid if the script trains
+        if not self._training.rank and not self.is_evaluation:
             self._training.print_line(
-                f"det_callbacks: follows torch's optimizers: each step of {self._by} ends a step of {self._trained}"
+                f"det_callbacks: follows torch's optimizers: each step of {self._by} ends a step "
+                f"of {self._trained}"
             )
 
     def begin_step(
-        self, args: Sequence[Any], keywords: Mapping[str, Any], drawn: DrawnLoader | None, *, has_drawn: bool
+        self,
+        args: Sequence[Any],
+        keywords: Mapping[str, Any],
+        drawn: DrawnLoader | None,
+        *,
+        has_drawn: bool,
     ) -> None:
         """Begin a step; ``has_drawn`` is whether a loader was drawn from since the last one."""
         self._num_drawn_steps += has_drawn
@@ -139,7 +242,9 @@ class FollowedLoop(TrainingRun):
         self._return = _Return(module, call)
 
     def _drawn_for(self, given: Any, drawn: DrawnLoader) -> Any:
-        """Return the batch loaded for a step, else the arguments; a loader may have loaded batches ahead."""
+        """Return the batch loaded for a step, else the arguments;
+        a loader may have loaded batches ahead.
+        """
         training, waiting = self._training, drawn.draws.waiting
         batch, num_ahead = given, training.num_drawn_ahead
         place = _place_of(given, [loaded for loaded, _ in waiting])
@@ -171,7 +276,9 @@ class FollowedLoop(TrainingRun):
             self._training.begin_draw()
 
     def add_batch(self, drawn: DrawnLoader) -> None:
-        """Count a batch that a loader returned; within a step, record the batch that the training gets next."""
+        """Count a batch that a loader returned; within a step,
+        record the batch that the training gets next.
+        """
         if drawn is not self._drawn:
             return
         self._num_batches += 1
@@ -204,27 +311,34 @@ class FollowedLoop(TrainingRun):
         return self.num_steps > 0 or self._ended_by is not None
 
     def end(self, seen: Seen, *, num_calls: int = 0, num_backwards: int = 0) -> None:
-        """End a fit, after whose last update the model was called, and gradients were computed, so many times."""
+        """End a fit, after whose last update the model was called, and gradients
+        were computed, so many times.
+        """
         if not self._is_open:
             return
         has_no_update = self._is_in_step and (num_calls or num_backwards)
         if self._is_in_step:
             self.drop_step()
         if seen.updates_elsewhere and self.num_steps:
-            steps = listed([f"{count(number, 'step')} of {name}" for name, number in seen.updates_elsewhere.items()])
+            steps = listed(
+                [
+                    f"{count(number, 'step')} of {name}"
+                    for name, number in seen.updates_elsewhere.items()
+                ]
+            )
             raise SelectionError(
-                f"{steps} ran outside of the main thread, where det-callbacks follows nothing, so the run would lack "
-                "a part of the training. Train in the main thread, or put the loop into a TrainingRun "
-                "(docs/how-to/plain-loop.md)."
+                f"{steps} ran outside of the main thread, where det-callbacks follows nothing, so "
+                "the run would lack a part of the training. Train in the main thread, or put the "
+                "loop into a TrainingRun (docs/how-to/plain-loop.md)."
             )
         if not self.num_steps and self._training.world_size == 1:
             self.withdraw()
             return
         if not self._num_steps:
             raise NothingComparedError(
-                f"{self._trained} was called, but no optimizer of torch stepped after it ({self._by}), so there is no "
-                "step. If the script updates the parameters itself, put its loop into a TrainingRun "
-                "(docs/how-to/plain-loop.md)."
+                f"{self._trained} was called, but no optimizer of torch stepped after it "
+                f"({self._by}), so there is no step. If the script updates the parameters itself, "
+                "put its loop into a TrainingRun (docs/how-to/plain-loop.md)."
             )
         steps = count(self._num_steps, "step")
         loaders = count(self._num_loaders, "DataLoader") if self._num_loaders else "no DataLoader"
@@ -247,10 +361,16 @@ class FollowedLoop(TrainingRun):
                 )
             )
         if not self._training.rank:
-            text = f"followed torch's optimizers: {steps} of {self._trained}, {self._by}, {loaders}{unit}"
+            text = (
+                f"followed torch's optimizers: {steps} of {self._trained}, {self._by}, "
+                f"{loaders}{unit}"
+            )
             if self.is_evaluation:
                 text = f"followed torch's optimizers: {self.choices[FOLLOWED]}: {steps}, {loaders}"
-            for line in (text, *(f"not in the run: {part}" for part in self._unrecorded[self._num_told :])):
+            for line in (
+                text,
+                *(f"not in the run: {part}" for part in self._unrecorded[self._num_told :]),
+            ):
                 self._training.print_line(f"det_callbacks: {line}")
             self._num_told = len(self._unrecorded)
         if self._unrecorded and self._session.run is not None:
@@ -258,7 +378,9 @@ class FollowedLoop(TrainingRun):
         self.__exit__(None, None, None)
 
     def withdraw(self) -> None:
-        """Remove the run, in which no optimizer stepped: a process may call a model without training it."""
+        """Remove the run, in which no optimizer stepped: a process may call a
+        model without training it.
+        """
         REGISTRY.make_room = _nothing
         if self._return is not None:
             self._return.forget()
@@ -297,16 +419,19 @@ class FollowedLoop(TrainingRun):
         ):
             return
         error = SelectionError(
-            f"{type(optimizer).__name__} stepped, but since its last step no module with its parameters was called "
-            "with gradients enabled in train mode, so det-callbacks cannot tell where this step began. Call train() "
-            "after a validation that called eval(), or put the loop into a TrainingRun (docs/how-to/plain-loop.md)."
+            f"{type(optimizer).__name__} stepped, but since its last step no module with its "
+            "parameters was called with gradients enabled in train mode, so det-callbacks cannot "
+            "tell where this step began. Call train() after a validation that called eval(), or "
+            "put the loop into a TrainingRun (docs/how-to/plain-loop.md)."
         )
         self.fail(error)  # before the script can catch it
         raise error
 
 
 def _framework() -> str:
-    """Return the distribution that trains, whose Trainer is on the stack or whose Accelerator was made."""
+    """Return the distribution that trains, whose Trainer is on the stack or
+    whose Accelerator was made.
+    """
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_globals.get("__name__") == "transformers.trainer":
@@ -321,7 +446,9 @@ def _nothing() -> None:
 
 
 class _Return:
-    """Waits for the return of a module's call, behind the hooks of the step that began with the call."""
+    """Waits for the return of a module's call, behind the hooks of the step
+    that began with the call.
+    """
 
     def __init__(self, module: nn.Module, call: Callable[[bool], None]) -> None:
         self._module, self._call, self._depth, self._thread = module, call, 1, get_ident()
@@ -340,7 +467,11 @@ class _Return:
 
     @runs_uncompiled
     def _leave(self, module: nn.Module, _args: Any, _output: Any) -> None:
-        if torch.compiler.is_compiling() or module is not self._module or get_ident() != self._thread:
+        if (
+            torch.compiler.is_compiling()
+            or module is not self._module
+            or get_ident() != self._thread
+        ):
             return
         self._depth -= 1
         if not self._depth:
@@ -349,7 +480,9 @@ class _Return:
 
 
 def may_evaluate(asked: str, run: FollowedLoop | None, module: nn.Module, seen: Seen) -> bool:
-    """Return whether a call is a step of an evaluation: the module has parameters, and no training is followed."""
+    """Return whether a call is a step of an evaluation: the module has parameters,
+    and no training is followed.
+    """
     if not any(True for _ in module.parameters()):
         return False  # such as a loss
     if run is not None:
@@ -361,7 +494,9 @@ def may_evaluate(asked: str, run: FollowedLoop | None, module: nn.Module, seen: 
 
 @cache
 def _is_for_evaluation(asked: str) -> bool:
-    """Return whether a run may begin without an optimizer: a verification only if its reference has none."""
+    """Return whether a run may begin without an optimizer: a verification only
+    if its reference has none.
+    """
     arguments = read_arguments(asked)
     if arguments["mode"] != "verify":
         return True
@@ -377,7 +512,9 @@ def _models_of(module: nn.Module | None, optimizers: Sequence[Optimizer]) -> nn.
 
 
 def _place_of(given: Any, batches: Sequence[Any]) -> int | None:
-    """Return the index of the only batch with a tensor, or the base of a view, among a call's arguments."""
+    """Return the index of the only batch with a tensor, or the base of a view,
+    among a call's arguments.
+    """
     for key, is_proof in (_identity, True), (_memory, False):
         own = set(key(given))
         places = [place for place, batch in enumerate(batches) if not own.isdisjoint(key(batch))]
@@ -387,11 +524,17 @@ def _place_of(given: Any, batches: Sequence[Any]) -> int | None:
 
 
 def _identity(batch: Any) -> list[int]:
-    return [id(value) for _, value in flatten(batch, "batch", is_whole=True) if isinstance(value, Tensor)]
+    return [
+        id(value)
+        for _, value in flatten(batch, "batch", is_whole=True)
+        if isinstance(value, Tensor)
+    ]
 
 
 def _memory(batch: Any) -> list[int]:
     """Return the storages of a batch's tensors; a language model gets ``tokens[:, :-1]``."""
-    tensors = (value for _, value in flatten(batch, "batch", is_whole=True) if type(value) is Tensor)
+    tensors = (
+        value for _, value in flatten(batch, "batch", is_whole=True) if type(value) is Tensor
+    )
     dense = (value for value in tensors if value.layout is torch.strided)
     return [address for value in dense if (address := memory_address(value))]

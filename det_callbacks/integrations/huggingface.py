@@ -1,4 +1,6 @@
-"""DeterminismCallback for Hugging Face's Trainer, whose loop drives a TrainingRun (transformers 4.57 and 5.24)."""
+"""DeterminismCallback for Hugging Face's Trainer, whose loop drives a TrainingRun
+(transformers 4.57 and 5.24).
+"""
 
 import inspect
 import json
@@ -23,14 +25,32 @@ from det_callbacks.integrations.loop import LoopTraining, TrainingRun
 from det_callbacks.internals.replaced import ReplacedMethods
 from det_callbacks.ranks.replicas import ReplicaReport
 from det_callbacks.report.console import print_closing_line
-from det_callbacks.runs.disk import writing
+from det_callbacks.runs.files import writing
 from det_callbacks.training.following import FollowedRun
 from det_callbacks.verdict import Verdict
 
 # TrainingArguments that only affect output; all others may change bits
 _CHANGES_NO_BITS = (
-    *("*_dir", "run_name", "project", "report_to", "disable_tqdm", "log_*", "logging_*", "save_*", "hub_*"),
-    *("push_to_*", "trackio_*", "resume_from_checkpoint", "do_*", "local_rank", "ddp_timeout", "debug"),
+    *(
+        "*_dir",
+        "run_name",
+        "project",
+        "report_to",
+        "disable_tqdm",
+        "log_*",
+        "logging_*",
+        "save_*",
+        "hub_*",
+    ),
+    *(
+        "push_to_*",
+        "trackio_*",
+        "resume_from_checkpoint",
+        "do_*",
+        "local_rank",
+        "ddp_timeout",
+        "debug",
+    ),
     "skip_memory_metrics",
 )
 _OF_A_CLOCK = ("epoch", "*_runtime", "*_per_second", "*_preparation_time", "*_mem_*", "*_memory*")
@@ -53,14 +73,19 @@ class _TrainerRun(TrainingRun):
     called = "DeterminismCallback"
     _training: _TrainerTraining
 
-    def __init__(self, reference: str | Path | None, *, resume: str = "plain", **arguments: Any) -> None:
+    def __init__(
+        self, reference: str | Path | None, *, resume: str = "plain", **arguments: Any
+    ) -> None:
         if resume != "plain":
             raise SelectionError(
-                f"resume={resume!r} is not supported with Hugging Face's Trainer, which restores checkpoints itself: "
-                'omit resume, or pass "plain". The verdict names state that the Trainer does not restore.'
+                f"resume={resume!r} is not supported with Hugging Face's Trainer, which restores "
+                'checkpoints itself: omit resume, or pass "plain". The verdict names state that '
+                "the Trainer does not restore."
             )
         if "log_metrics" in arguments:
-            raise SelectionError("log_metrics is for Lightning's Trainer: omit it, and log the verdict yourself.")
+            raise SelectionError(
+                "log_metrics is for Lightning's Trainer: omit it, and log the verdict yourself."
+            )
         # model and optimizer exist only when the Trainer trains
         FollowedRun.__init__(self, reference, resume="plain", **arguments)
         self._of_trainer = ReplacedMethods()
@@ -94,8 +119,8 @@ class _TrainerRun(TrainingRun):
     def begin_epoch(self, state: TrainerState, loader: Any) -> None:
         """Mark the start of an epoch, and follow the loader's sampler.
 
-        It does not follow in the epoch of a resume, where the Trainer skips batches with a different
-        sampler.
+        It does not follow in the epoch of a resume, where the Trainer skips batches
+        with a different sampler.
         """
         training, hooks = self._training, self._hooks
         training.epoch = int(state.epoch or 0)
@@ -131,7 +156,9 @@ class _TrainerRun(TrainingRun):
                 self.log(name, value)
 
     def save(self, folder: Path, state: TrainerState) -> None:
-        """Write the digests of a checkpoint next to its folder, and remove those of deleted folders."""
+        """Write the digests of a checkpoint next to its folder,
+        and remove those of deleted folders.
+        """
         # all ranks have written their parts
         self._group.run_on_all(lambda: None, task=f"saving {folder}")
         if self._training.rank:
@@ -147,7 +174,9 @@ class _TrainerRun(TrainingRun):
         self._drawn, self._iterator = [], None
         self.__exit__(None, error, None)
 
-    def _draw(self, draw: Callable[..., Any], iterator: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
+    def _draw(
+        self, draw: Callable[..., Any], iterator: Iterator[Any], *args: Any, **kwargs: Any
+    ) -> Any:
         if iterator is not self._iterator:
             self._training.begin_iteration()
         self._iterator = iterator
@@ -171,14 +200,14 @@ class DeterminismCallback(TrainerCallback):
     """Record a run of Hugging Face's Trainer, or verify it bit for bit against a recorded one.
 
     A step is an optimizer step with all batches that it accumulates; its number is the
-    ``state.global_step`` before it. Metrics of evaluations are compared by name. The callback changes
-    no bits of the training, and costs the same as Lightning's ``DeterminismCallback``. It also works
-    with subclasses of the Trainer, such as TRL's.
+    ``state.global_step`` before it. Metrics of evaluations are compared by name. The callback
+    changes no bits of the training, and costs the same as Lightning's ``DeterminismCallback``. It
+    also works with subclasses of the Trainer, such as TRL's.
 
     Args:
         reference: as for Lightning's ``DeterminismCallback``. New folders go below ``output_dir``.
-        arguments: as for Lightning's ``DeterminismCallback``, except ``log_metrics``; ``resume`` can
-            only be "plain".
+        arguments: as for Lightning's ``DeterminismCallback``, except ``log_metrics``; ``resume``
+            can only be "plain".
 
     Attributes:
         verdict: the Verdict of a verification, or None before its end.
@@ -186,8 +215,8 @@ class DeterminismCallback(TrainerCallback):
         replica_report: the ReplicaReport of the last audit of the replicas, or None.
 
     Raises:
-        SelectionError: an argument is not allowed, the callback was added after the Trainer was made,
-            or the Trainer trains in an unsupported way.
+        SelectionError: an argument is not allowed, the callback was added after the Trainer was
+            made, or the Trainer trains in an unsupported way.
         CheckpointMismatchError: a checkpoint does not match its digests.
         Exception: any error of Lightning's ``DeterminismCallback``, such as DivergenceError.
 
@@ -244,13 +273,15 @@ class DeterminismCallback(TrainerCallback):
             raise
 
     @override
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any
+    ) -> None:
         if self._run.mode == "disabled":
             return
         if self._trainer is None or self._trainer.args is not args:
             raise SelectionError(
-                "The DeterminismCallback was added after the Trainer was made, so it cannot see a run that fails. "
-                "Pass it to the constructor: Trainer(..., callbacks=[callback])."
+                "The DeterminismCallback was added after the Trainer was made, so it cannot see a "
+                "run that fails. Pass it to the constructor: Trainer(..., callbacks=[callback])."
             )
         _require_supported(self._trainer)
         self._run.begin(self._trainer, state, is_resumed=self._is_resumed)
@@ -302,11 +333,15 @@ class DeterminismCallback(TrainerCallback):
 
 
 def _trainer_being_made(callback: TrainerCallback) -> Trainer | None:
-    """Return the Trainer whose constructor calls ``on_init_end``, from the stack: hooks do not receive it."""
+    """Return the Trainer whose constructor calls ``on_init_end``, from the stack:
+    hooks do not receive it.
+    """
     frame = inspect.currentframe()
     while frame is not None:
         found = frame.f_locals.get("self")
-        if isinstance(found, Trainer) and any(one is callback for one in found.callback_handler.callbacks):
+        if isinstance(found, Trainer) and any(
+            one is callback for one in found.callback_handler.callbacks
+        ):
             return found
         frame = frame.f_back
     return None
@@ -315,11 +350,16 @@ def _trainer_being_made(callback: TrainerCallback) -> Trainer | None:
 def _require_supported(trainer: Trainer) -> None:
     instead = None
     if isinstance(trainer.model_wrapped, nn.DataParallel):
-        instead = "nn.DataParallel (several GPUs in one process): start one process a GPU with torchrun"
+        instead = (
+            "nn.DataParallel (several GPUs in one process): start one process a GPU with torchrun"
+        )
     elif trainer.is_deepspeed_enabled:
         instead = "DeepSpeed, which replaces the backward pass and the update: use DDP or FSDP2"
     elif trainer.args.auto_find_batch_size:
-        instead = "auto_find_batch_size, which restarts the training after an error: set per_device_train_batch_size"
+        instead = (
+            "auto_find_batch_size, which restarts the training after an error: set "
+            "per_device_train_batch_size"
+        )
     if instead is not None:
         raise SelectionError(f"DeterminismCallback does not support {instead}.")
 

@@ -1,9 +1,10 @@
-"""Sets up a script that ``det-callbacks record``, ``verify`` or ``check`` started: settings first, then a callback.
+"""Sets up a script that ``det-callbacks record``, ``verify`` or ``check`` started:
+settings first, then a callback.
 
 Lightning calls the entry point ``callbacks`` for each Trainer. Before the script, Python runs
-``startup/sitecustomize.py``, which is on ``PYTHONPATH`` and calls ``begin``. Both read one environment
-variable. Running the script with ``runpy`` would not reach its ranks, or programs that a shell script
-starts.
+``startup/sitecustomize.py``, which is on ``PYTHONPATH`` and calls ``begin``. Both read one
+environment variable. Running the script with ``runpy`` would not reach its ranks, or programs that
+a shell script starts.
 """
 
 import atexit
@@ -19,11 +20,14 @@ from det_callbacks.environment.variables import launch_request
 
 
 def callbacks() -> list[Any]:
-    """Return the callback of this process if a command requests one; else return [], and import nothing."""
+    """Return the callback of this process if a command requests one; else
+    return [], and import nothing.
+    """
     asked = launch_request()
     if asked is None:
         return []
-    from det_callbacks.integrations.lightning.launched import launched_callback  # noqa: PLC0415  # loads Lightning
+    # loads Lightning
+    from det_callbacks.integrations.lightning.determinism import launched_callback  # noqa: PLC0415
     from det_callbacks.integrations.torch_steps import follow_torch  # noqa: PLC0415  # likewise
 
     follow_torch(asked).give_way()
@@ -34,8 +38,8 @@ def begin() -> None:
     """Follow torch from its import on, with the settings in force.
 
     No generator of torch or NumPy can draw before the import, so the settings apply then. Importing
-    torch here would be too early for ``os.environ["OMP_NUM_THREADS"] = "1"`` in the script, which torch
-    reads at import.
+    torch here would be too early for ``os.environ["OMP_NUM_THREADS"] = "1"`` in the script, which
+    torch reads at import.
     """
     asked = launch_request()
     if asked is None:
@@ -52,7 +56,9 @@ def _begin_with_torch(asked: str, settings: dict[str, Any]) -> None:
     """Apply the settings and follow torch; if that fails, end the process with status 2."""
     from det_callbacks.errors import DetCallbacksError  # noqa: PLC0415  # only when asked
     from det_callbacks.integrations.torch_steps import follow_torch  # noqa: PLC0415  # loads torch
-    from det_callbacks.settings import DeterminismSettings, enforce_determinism  # noqa: PLC0415  # likewise
+
+    # likewise
+    from det_callbacks.settings import DeterminismSettings, enforce_determinism  # noqa: PLC0415
 
     try:
         if settings:
@@ -64,15 +70,22 @@ def _begin_with_torch(asked: str, settings: dict[str, Any]) -> None:
 
 
 def _report_seen() -> None:
-    """Tell the command that this process never imported torch; what it does with torch, TorchSteps tells."""
-    from det_callbacks.integrations.seen import report_seen  # noqa: PLC0415  # a process that ends needs no speed
+    """Tell the command that this process never imported torch; what it does
+    with torch, TorchSteps tells.
+    """
+    # a process that ends needs no speed
+    from det_callbacks.integrations.command import report_seen  # noqa: PLC0415
 
     if "torch" not in sys.modules:
-        report_seen("torch was not imported, and no other framework is supported", is_of_torch=False)
+        report_seen(
+            "torch was not imported, and no other framework is supported", is_of_torch=False
+        )
 
 
 def _after_import(name: str, call: Callable[[Any], object]) -> None:
-    """Call a function with a module right after its first import, or now if it is imported already."""
+    """Call a function with a module right after its first import,
+    or now if it is imported already.
+    """
     if name in sys.modules:
         call(sys.modules[name])
     else:
@@ -82,7 +95,8 @@ def _after_import(name: str, call: Callable[[Any], object]) -> None:
 class _AfterImport:
     """Finder that calls a function with a module once, after a loader executed the module.
 
-    It stays until then: a library may look for the module without importing it, and an import may fail.
+    It stays until then: a library may look for the module without importing it,
+    and an import may fail.
     """
 
     def __init__(self, name: str, call: Callable[[Any], object]) -> None:
@@ -92,7 +106,9 @@ class _AfterImport:
         if name != self._name or self not in sys.meta_path:
             return None
         others: list[Any] = sys.meta_path[sys.meta_path.index(self) + 1 :]
-        specs = (other.find_spec(name, path, target) for other in others if hasattr(other, "find_spec"))
+        specs = (
+            other.find_spec(name, path, target) for other in others if hasattr(other, "find_spec")
+        )
         spec = next((spec for spec in specs if spec is not None), None)
         loader: Any = None if spec is None else spec.loader
         if loader is not None:

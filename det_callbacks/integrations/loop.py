@@ -24,13 +24,12 @@ from det_callbacks.internals.torch import BACKWARD, BUFFERS, MAKES_SCALE, PARAME
 from det_callbacks.observers.observations import REGISTRY
 from det_callbacks.runs.metrics import LOG, RESUMED, Metric, Reading, ReadRow
 from det_callbacks.trace.dispatch import runs_uncompiled
-from det_callbacks.trace.state.optimizers import parameters_of
-from det_callbacks.trace.state.walker import StateWalker
+from det_callbacks.trace.leaves import StateWalker
+from det_callbacks.trace.optimizers import parameters_of
 from det_callbacks.training.arguments import require_integer
-from det_callbacks.training.draws import Draws
+from det_callbacks.training.evidence import generator_states, metric_of
 from det_callbacks.training.following import FollowedRun
-from det_callbacks.training.held_generators import find_generators
-from det_callbacks.training.metrics import generator_states, metric_of
+from det_callbacks.training.loading import Draws, find_generators
 from det_callbacks.training.training import LoaderFollower, Training, inside, unwrapped
 
 _Batch = TypeVar("_Batch")
@@ -69,7 +68,9 @@ class LoopTraining(Training):
         is_other = loader is not self._followed_loader
         if is_other:
             self._followed_loader, loaders = loader, {_LOADER: loader}
-            self._follower.begin_loaders(loaders, find_generators(loaders), is_in_turn=False, draws=draws)
+            self._follower.begin_loaders(
+                loaders, find_generators(loaders), is_in_turn=False, draws=draws
+            )
         return is_other
 
     def begin_iteration(self) -> None:
@@ -98,12 +99,15 @@ class LoopTraining(Training):
 
     @override
     def require_replicas(self) -> None:
-        has_shards = any(isinstance(parameter, DTensor) for _, parameter in StateWalker(self.module).walk(PARAMETERS))
+        has_shards = any(
+            isinstance(parameter, DTensor)
+            for _, parameter in StateWalker(self.module).walk(PARAMETERS)
+        )
         if self.ddp is None and not has_shards:
             raise SettingsError(
-                "The model is not a DistributedDataParallel and has no DTensors, so it is unknown which ranks hold the "
-                "same parameters, and replicas cannot be compared. Pass the wrapped model to TrainingRun, or omit "
-                "audit_replicas_every_n_steps."
+                "The model is not a DistributedDataParallel and has no DTensors, so it is unknown "
+                "which ranks hold the same parameters, and replicas cannot be compared. Pass the "
+                "wrapped model to TrainingRun, or omit audit_replicas_every_n_steps."
             )
 
 
@@ -117,12 +121,14 @@ def _unrecorded(method: Callable[..., Any], *args: Any) -> None:
 
 
 class TrainingRun(FollowedRun):
-    """Record your own training loop, or verify it bit for bit against a recorded run, without Lightning.
+    """Record your own training loop, or verify it bit for bit against a
+    recorded run, without Lightning.
 
     The run is a ``with`` block, and so is each step. The phase of a step is ``forward`` until a
     backward pass begins, ``gradient`` after it, ``optimizer`` in an optimizer's step, and ``other``
-    after that; a call of a module begins ``forward`` again. The loss is the tensor whose ``backward``
-    you call. It changes no bits of the training, and costs the same as ``DeterminismCallback``.
+    after that; a call of a module begins ``forward`` again. The loss is the tensor whose
+    ``backward`` you call. It changes no bits of the training, and costs the same as
+    ``DeterminismCallback``.
 
     Each ``with`` block is a fit, like a call of ``Trainer.fit``. Under ``torch.distributed`` all
     processes must enter and leave the block together.
@@ -139,11 +145,12 @@ class TrainingRun(FollowedRun):
         audit_report: the AuditReport of an audit, or None before the end of the block.
 
     Raises:
-        SelectionError: an argument is not allowed, a step begins inside a step, or an optimizer steps
-            that was not passed.
-        NothingComparedError: the block had no step, or the program caught the error of a failed step.
-        Exception: at the end of a step or of the block, any error of ``DeterminismCallback``, such as
-            DivergenceError.
+        SelectionError: an argument is not allowed, a step begins inside a step, or an optimizer
+            steps that was not passed.
+        NothingComparedError: the block had no step, or the program caught
+            the error of a failed step.
+        Exception: at the end of a step or of the block, any error of ``DeterminismCallback``,
+            such as DivergenceError.
 
     Examples:
         >>> model = torch.nn.Linear(4, 2)
@@ -172,8 +179,8 @@ class TrainingRun(FollowedRun):
     ) -> None:
         if trainers := sorted({"resume", "log_metrics"} & arguments.keys()):
             raise SelectionError(
-                f"TrainingRun has no argument {trainers[0]}, which is for Lightning's Trainer: use resume_from(step), "
-                "and log the verdict yourself."
+                f"TrainingRun has no argument {trainers[0]}, which is for Lightning's Trainer: use "
+                "resume_from(step), and log the verdict yourself."
             )
         self._model = model
         one_or_several: Any = optimizers
@@ -183,7 +190,9 @@ class TrainingRun(FollowedRun):
             raise SelectionError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
         if not all(isinstance(one, Optimizer) for one in self._optimizers):
             kinds = ", ".join(type(one).__name__ for one in self._optimizers)
-            raise SelectionError(f"optimizers must be one or several optimizers of torch.optim; got {kinds}.")
+            raise SelectionError(
+                f"optimizers must be one or several optimizers of torch.optim; got {kinds}."
+            )
         super().__init__(reference, **arguments)
 
     @override
@@ -245,7 +254,10 @@ class TrainingRun(FollowedRun):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if TrainingRun.open_run is not self:
             return
@@ -298,7 +310,9 @@ class TrainingRun(FollowedRun):
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Record no ops while a batch is loaded within a step: worker processes may load it, unseen by any step."""
+        """Record no ops while a batch is loaded within a step: worker processes may
+        load it, unseen by any step.
+        """
         self._hooks.pause()
         try:
             yield
@@ -307,7 +321,8 @@ class TrainingRun(FollowedRun):
 
     @contextmanager
     def step(self, batch: Any = None) -> Iterator[None]:
-        """Enclose a step: ``with run.step(batch):`` around forward, backward and the optimizers' steps.
+        """Enclose a step: ``with run.step(batch):`` around forward,
+        backward and the optimizers' steps.
 
         Args:
             batch: a nested structure whose tensors are recorded; None records none.
@@ -325,16 +340,20 @@ class TrainingRun(FollowedRun):
 
         Args:
             name: unique in a step.
-            value: a number or a tensor, which is read now (on a GPU the host waits for it). Only the
-                value of rank 0 is compared.
+            value: a number or a tensor, which is read now (on a GPU the host waits for it). Only
+                the value of rank 0 is compared.
         """
         if self.mode == "disabled":
             return
         self._require_open("log")
         if not isinstance(value, Tensor | float | int):
-            raise SelectionError(f"log takes a number or a tensor; {name!r} is a {type(value).__name__}.")
+            raise SelectionError(
+                f"log takes a number or a tensor; {name!r} is a {type(value).__name__}."
+            )
         if name in self._logged:
-            raise SelectionError(f"{name!r} was logged twice after step {self._step}: use a different name.")
+            raise SelectionError(
+                f"{name!r} was logged twice after step {self._step}: use a different name."
+            )
         if not self._training.rank and self.selection.selects_metric(name):
             with unobserved():  # log may be called inside a step
                 self._logged[name] = metric_of(value)
@@ -347,10 +366,11 @@ class TrainingRun(FollowedRun):
             parameters = parameters_of(optimizer)
             if strange := sum(id(one) not in owned for one in parameters):
                 raise SelectionError(
-                    f"optimizers[{number}] ({type(optimizer).__name__}) updates {strange} of {len(parameters)} "
-                    f"parameters that are not in model ({type(self._training.module).__name__}). Pass a model that "
-                    'holds all trained parameters, such as nn.ModuleDict({"generator": g, "critic": c}), and make the '
-                    "optimizer after you move or shard the model."
+                    f"optimizers[{number}] ({type(optimizer).__name__}) updates {strange} of "
+                    f"{len(parameters)} parameters that are not in model "
+                    f"({type(self._training.module).__name__}). Pass a model that holds all "
+                    'trained parameters, such as nn.ModuleDict({"generator": g, "critic": c}), and '
+                    "make the optimizer after you move or shard the model."
                 )
         super()._prepare()
 
@@ -370,8 +390,9 @@ class TrainingRun(FollowedRun):
         self._require_open("step")
         if self._is_in_step:
             raise SelectionError(
-                "A step began inside a step. A step is one batch, from its forward pass to the optimizer's step: leave "
-                "the previous step first, or accumulate several batches in one step."
+                "A step began inside a step. A step is one batch, from its forward pass to the "
+                "optimizer's step: leave the previous step first, or accumulate several batches in "
+                "one step."
             )
         if self._failed is not None:
             raise self._went_on(self._failed)
@@ -405,7 +426,8 @@ class TrainingRun(FollowedRun):
         @wraps(backward)
         @runs_uncompiled
         def followed(tensors: Any, *args: Any, accumulate_grad: bool = False, **kwargs: Any) -> Any:
-            # torch.autograd.grad accumulates none; activation checkpointing calls it inside a backward pass
+            # torch.autograd.grad accumulates none; activation checkpointing calls
+            # it inside a backward pass
             is_followed = accumulate_grad and self._is_in_step and graph_task_id() == -1
             if is_followed:
                 self._hooks.note_loss(tensors[0] if len(tensors) == 1 else tensors)
@@ -427,26 +449,33 @@ class TrainingRun(FollowedRun):
                 if not self._is_in_step:
                     return  # the optimizer belongs to a different run
                 raise SelectionError(
-                    f"{kind} stepped, but was not passed to TrainingRun. Pass all optimizers at the start "
-                    "(optimizers=[...]), or begin a new with block with a new TrainingRun when you add one."
+                    f"{kind} stepped, but was not passed to TrainingRun. Pass all optimizers at "
+                    "the start (optimizers=[...]), or begin a new with block with a new "
+                    "TrainingRun when you add one."
                 )
             self._known[id(optimizer)] = optimizer
         if not self._is_in_step:
             raise SelectionError(
-                f"{kind} stepped outside a step of the TrainingRun, which cannot record it. Put forward, backward and "
-                "the optimizer's step into one `with run.step(batch):`."
+                f"{kind} stepped outside a step of the TrainingRun, which cannot record it. Put "
+                "forward, backward and the optimizer's step into one `with run.step(batch):`."
             )
 
     def _put_logged(self) -> None:
-        """Pass on what was logged since the last step; ranks stop for it together after their next step."""
+        """Pass on what was logged since the last step; ranks stop for it
+        together after their next step.
+        """
         if self._logged:
             metrics, self._logged = self._logged, {}
             reading = self._reading(LOG, metrics, generator_states(self._session.reader))
             self._has_differed |= bool(self._session.put_metrics(reading))
 
-    def _reading(self, where: str, metrics: dict[str, Metric], reads: tuple[ReadRow, ...] = ()) -> Reading:
+    def _reading(
+        self, where: str, metrics: dict[str, Metric], reads: tuple[ReadRow, ...] = ()
+    ) -> Reading:
         step = self._step
-        return Reading(where=where, number=step, step=step, epoch=self._epoch, metrics=metrics, reads=reads)
+        return Reading(
+            where=where, number=step, step=step, epoch=self._epoch, metrics=metrics, reads=reads
+        )
 
     @property
     def _epoch(self) -> int:
@@ -454,24 +483,31 @@ class TrainingRun(FollowedRun):
 
     def _require_open(self, what: str) -> None:
         if not self._is_open:
-            raise SelectionError(f"Use {what} inside the block of its run: `with TrainingRun(...) as run:`.")
+            raise SelectionError(
+                f"Use {what} inside the block of its run: `with TrainingRun(...) as run:`."
+            )
 
     def _require_alone(self) -> None:
         REGISTRY.make_room()
         other = TrainingRun.open_run
         owner = None if REGISTRY.sink is None else REGISTRY.sink.owner
         if other is not None:
-            owner = "this TrainingRun itself" if other is self else f"the TrainingRun of {other.reference}"
+            owner = (
+                "this TrainingRun itself"
+                if other is self
+                else f"the TrainingRun of {other.reference}"
+            )
         if owner is not None:
             raise SelectionError(
-                f"{owner[0].upper()}{owner[1:]} is open already, and a process can have only one run at a time. Leave "
-                "it first; to record and verify, train twice."
+                f"{owner[0].upper()}{owner[1:]} is open already, and a process can have only one "
+                "run at a time. Leave it first; to record and verify, train twice."
             )
 
     def _went_on(self, error: BaseException) -> NothingComparedError:
         return NothingComparedError(
-            f"Step {self._step} ended with {type(error).__name__} ({error}), which the program caught, so the run "
-            "lacks half a step. Let the error propagate, or move code that may fail out of the step."
+            f"Step {self._step} ended with {type(error).__name__} ({error}), which the program "
+            "caught, so the run lacks half a step. Let the error propagate, or move code that may "
+            "fail out of the step."
         )
 
     def _leave(self, error: BaseException) -> None:

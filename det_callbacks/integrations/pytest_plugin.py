@@ -35,10 +35,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         (f"{_RECORD}=missing", "missing", "record runs without a reference, and verify the others"),
         (f"{_RECORD}=force", "force", "as without a value, but even under CI=true"),
     ):
-        group.addoption(name, dest="determinism_record", action="store_const", const=value, help=text)
+        group.addoption(
+            name, dest="determinism_record", action="store_const", const=value, help=text
+        )
     unused = "what to do with references that no collected test used: list them, or fail"
     group.addoption("--determinism-unused", choices=("list", "fail"), default="list", help=unused)
-    text = "outcome of a run that differs on a different machine or with different versions: fail, skip or xfail"
+    text = (
+        "outcome of a run that differs on a different machine or with different versions: fail, "
+        "skip or xfail"
+    )
     parser.addini("determinism_not_comparable", text, default="fail")
 
 
@@ -46,11 +51,13 @@ def pytest_configure(config: pytest.Config) -> None:
     is_ci = os.environ.get("CI", "").lower() in ("true", "1")
     if is_ci and config.getoption("determinism_record") in ("all", "missing"):
         raise pytest.UsageError(
-            f"{_RECORD} does not work under CI=true, because a test that records compares nothing. Record on your "
-            f"machine and commit the reference, or pass {_RECORD}=force."
+            f"{_RECORD} does not work under CI=true, because a test that records compares nothing. "
+            f"Record on your machine and commit the reference, or pass {_RECORD}=force."
         )
     if (value := config.getini("determinism_not_comparable")) not in _OUTCOMES:
-        raise pytest.UsageError(f"determinism_not_comparable must be one of {', '.join(_OUTCOMES)}; got {value!r}.")
+        raise pytest.UsageError(
+            f"determinism_not_comparable must be one of {', '.join(_OUTCOMES)}; got {value!r}."
+        )
     config.pluginmanager.register(_Summary(config), "determinism-summary")
 
 
@@ -58,14 +65,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def training_reference(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> "Iterator[TrainingRuns]":
-    """Return a function that makes a DeterminismCallback, which compares the training with its recorded reference.
+    """Return a function that makes a DeterminismCallback, which compares the training
+    with its recorded reference.
 
     It takes any argument of DeterminismCallback except reference, mode and current, and ``name`` if
     a test trains several times. Call it before you build the model: it seeds all generators with 0,
     and restores them after the test. To test your own loop, pass it a function, which it calls with
     ``follow`` to make the loop's TrainingRun.
     """
-    from det_callbacks.integrations.pytest_runs import TrainingRuns  # noqa: PLC0415  # loads torch and Lightning
+    # loads torch and Lightning
+    from det_callbacks.integrations.pytest_runs import TrainingRuns  # noqa: PLC0415
 
     record = request.config.getoption("determinism_record")
     item = request.node
@@ -87,7 +96,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     runs = item.stash.get(_RUNS, None)
     if runs is None:
         return (yield)
-    from det_callbacks.errors import DetCallbacksError  # noqa: PLC0415  # only where it is asked for
+    # only where it is asked for
+    from det_callbacks.errors import DetCallbacksError  # noqa: PLC0415
 
     failure = None
     try:
@@ -98,32 +108,46 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     if failure is not None:
         # outside the handler: pytest would show both texts
         _end(failure, item.config, command=runs.command)
-    others = [it for it in item.user_properties if it[0] != _PROPERTY]  # left by a test that runs again
+    # left by a test that runs again
+    others = [it for it in item.user_properties if it[0] != _PROPERTY]
     item.user_properties[:] = [*others, (_PROPERTY, json.dumps(done))]
     return result
 
 
 def _end(error: "DetCallbacksError", config: pytest.Config, *, command: str) -> NoReturn:
-    """Fail a test that differs or could not be compared; pytest's short summary shows the first line."""
+    """Fail a test that differs or could not be compared; pytest's short
+    summary shows the first line.
+    """
     from det_callbacks.report.numerics import numerics_sentence  # noqa: PLC0415  # loads numpy
-    from det_callbacks.report.verdict import headline, is_certain_change, verdict_lines  # noqa: PLC0415  # likewise
+
+    # likewise
+    from det_callbacks.report.verdict import headline, is_certain_change, verdict_lines  # noqa: PLC0415
 
     verdict = getattr(error, "verdict", None)
     if verdict is None:
         pytest.fail(f"{type(error).__name__}: {error}", pytrace=False)
-    outcome = "fail" if verdict.numerics is not None else config.getini("determinism_not_comparable")
+    outcome = (
+        "fail" if verdict.numerics is not None else config.getini("determinism_not_comparable")
+    )
     if verdict.verdict == "not_comparable" and outcome != "fail" and not is_certain_change(verdict):
-        differing = [f"{it.name}: {it.reference} -> {it.current}" for it in verdict.environment if it.is_machine]
+        differing = [
+            f"{it.name}: {it.reference} -> {it.current}"
+            for it in verdict.environment
+            if it.is_machine
+        ]
         reason = f"the run is not comparable: {verdict.explanation} ({'; '.join(differing)})"
         (pytest.skip if outcome == "skip" else pytest.xfail)(reason)
     first = headline(verdict) if verdict.numerics is None else numerics_sentence(verdict.numerics)
     lines = [first, "", verdict_lines(verdict), ""]
     if verdict.cause == "initial_weights":
         lines.append(
-            "A model that you build before you call training_snapshot() may have different weights: call "
-            "training_snapshot() first."
+            "A model that you build before you call training_snapshot() may have different "
+            "weights: call training_snapshot() first."
         )
-    lines += ["If you intended this change, record the reference again and commit it:", f"    {command}"]
+    lines += [
+        "If you intended this change, record the reference again and commit it:",
+        f"    {command}",
+    ]
     if (report := Path(verdict.current, "report.html")).exists():
         lines.append(f"report: {report}")
     pytest.fail("\n".join(lines), pytrace=False)
@@ -161,7 +185,9 @@ class _Summary:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object) -> None:
-        self._has_run_all &= error is None and getattr(node, "workeroutput", {}).get(_PROPERTY, True)
+        self._has_run_all &= error is None and getattr(node, "workeroutput", {}).get(
+            _PROPERTY, True
+        )
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
@@ -183,7 +209,10 @@ class _Summary:
             for run in home.glob("*/*/**/run.json"):
                 module, name, *_ = run.relative_to(home).parts
                 file = home.parent / f"{module}.py"
-                is_known = (file in self._files or not file.exists()) and (file, name) not in self._not_passed
+                is_known = (file in self._files or not file.exists()) and (
+                    file,
+                    name,
+                ) not in self._not_passed
                 if is_known and run.parent not in self._done:
                     yield run.parent
 
@@ -192,18 +221,28 @@ class _Summary:
             return
         terminalreporter.section("determinism")
         words = list(self._done.values())
-        counts = [f"{words.count(word)} {word}" for word in ("matched", "recorded", "re-recorded", "unchanged")]
+        counts = [
+            f"{words.count(word)} {word}"
+            for word in ("matched", "recorded", "re-recorded", "unchanged")
+        ]
         line = ", ".join(text for text in counts if not text.startswith("0 ")) or "none compared"
         terminalreporter.write_line(f"references of runs: {line}")
         for path in sorted(self._done):
             size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
             if size > LARGE_BYTES:
                 terminalreporter.write_line(
-                    f"{self._shown(path)} is {size / 1e6:.1f} MB: train fewer steps, or record at level='state'"
+                    f"{self._shown(path)} is {size / 1e6:.1f} MB: train fewer steps, or record at "
+                    "level='state'"
                 )
         if self._unused:
-            failed = "The session fails (--determinism-unused=fail): " if self._fails_where_unused else ""
-            terminalreporter.write_line(f"{failed}No test uses these references. Remove them, or restore their tests:")
+            failed = (
+                "The session fails (--determinism-unused=fail): "
+                if self._fails_where_unused
+                else ""
+            )
+            terminalreporter.write_line(
+                f"{failed}No test uses these references. Remove them, or restore their tests:"
+            )
         for path in self._unused:
             terminalreporter.write_line(f"  {self._shown(path)}")
 

@@ -21,13 +21,11 @@ from det_callbacks.errors import (
 from det_callbacks.integrations.lightning import DeterminismCallback
 from det_callbacks.integrations.loop import TrainingRun
 from det_callbacks.report.verdict import verdict_lines
-from det_callbacks.runs.disk import writing
-from det_callbacks.runs.files import MANIFEST, REPLACEMENT, read_file
-from det_callbacks.runs.lock import FolderLock
-from det_callbacks.runs.replacement import put_in_place, settle
+from det_callbacks.runs.files import MANIFEST, REPLACEMENT, read_file, writing
+from det_callbacks.runs.lock import FolderLock, put_in_place, settle
 from det_callbacks.runs.store import Run
 from det_callbacks.settings import DeterminismSettings, enforce_determinism
-from det_callbacks.training.fits import take_unfinished
+from det_callbacks.training.recording import take_unfinished
 from det_callbacks.verdict import Verdict
 from det_callbacks.verify.judge import compare_runs
 
@@ -35,7 +33,9 @@ _NUMBERS: Mapping[str, Any] = {"only_steps": [0, 1], "keep_tensors": ["*"], "ten
 """Default arguments for recordings whose numbers are compared."""
 _CHOSEN = ("reference", "mode", "current")
 """Arguments of a callback that the fixture chooses."""
-_ARGUMENTS = [name for name in inspect.signature(DeterminismCallback).parameters if name not in _CHOSEN]
+_ARGUMENTS = [
+    name for name in inspect.signature(DeterminismCallback).parameters if name not in _CHOSEN
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +49,20 @@ class _Training:
 class TrainingRuns:
     """The value of the fixture ``training_snapshot``; a test calls it for each run.
 
-    The constructor seeds all generators with 0; ``close`` restores everything. ``record`` is None to
-    verify, "missing" to record missing references, or "all" to also replace references that differ.
-    ``command`` records the references of the test.
+    The constructor seeds all generators with 0; ``close`` restores everything. ``record`` is None
+    to verify, "missing" to record missing references, or "all" to also replace references that
+    differ. ``command`` records the references of the test.
     """
 
-    def __init__(self, *, folder: Path, record: str | None, new_folder: Callable[[], Path], command: str) -> None:
-        self._folder, self._record, self._new_folder, self.command = folder, record, new_folder, command
+    def __init__(
+        self, *, folder: Path, record: str | None, new_folder: Callable[[], Path], command: str
+    ) -> None:
+        self._folder, self._record, self._new_folder, self.command = (
+            folder,
+            record,
+            new_folder,
+            command,
+        )
         self._trainings: dict[str | None, _Training] = {}
         self._undo = ExitStack()
         self._undo.enter_context(enforce_determinism(DeterminismSettings.choose(seed=0)))
@@ -70,7 +77,8 @@ class TrainingRuns:
         tolerance: str | Path | None = None,
         **arguments: Any,
     ) -> Any:
-        """Return a DeterminismCallback that records or verifies; its settings are in force when this returns.
+        """Return a DeterminismCallback that records or verifies;
+        its settings are in force when this returns.
 
         With a ``tolerance``, it compares numbers instead of bits: a sample of 4 MiB a step (or
         ``tensor_budget_mib``) from the tensors of the first two steps, or from those that
@@ -83,14 +91,15 @@ class TrainingRuns:
         """
         if train is not None and not callable(train):
             raise SelectionError(
-                f"training_snapshot takes a function with a training loop, but got {train!r}. Pass all other arguments "
-                "by name."
+                f"training_snapshot takes a function with a training loop, but got {train!r}. Pass "
+                "all other arguments by name."
             )
         if ours := [one for one in _CHOSEN if one in arguments]:
             raise SelectionError(f"training_snapshot chooses {ours[0]} itself: omit it.")
         if unknown := [one for one in arguments if one not in _ARGUMENTS]:
             raise SelectionError(
-                f"training_snapshot has no argument {unknown[0]}. It takes name, tolerance, {', '.join(_ARGUMENTS)}."
+                f"training_snapshot has no argument {unknown[0]}. It takes name, tolerance, "
+                f"{', '.join(_ARGUMENTS)}."
             )
         if name is not None and (not name or Path(name).name != name or name.startswith(".")):
             raise SelectionError(f"name={name!r} is not a valid folder name: use a word.")
@@ -98,7 +107,9 @@ class TrainingRuns:
             raise SelectionError("This test has several runs: give each a different name, name=...")
         reference = self._folder if name is None else self._folder / name
         if name is None and any(self._folder.glob("*/run.json")):
-            raise SelectionError(f"{self._folder} holds references with names: pass name=..., or remove them.")
+            raise SelectionError(
+                f"{self._folder} holds references with names: pass name=..., or remove them."
+            )
         if settings is not None:
             self._undo.enter_context(enforce_determinism(settings))
         settle(reference)
@@ -106,17 +117,22 @@ class TrainingRuns:
         is_recording = self._record == "all" or (self._record is not None and not is_there)
         if not is_recording and not is_there:
             raise ReferenceNotFoundError(
-                f"This test has no reference in {reference}. Record one and commit it:\n    {self.command}",
+                f"This test has no reference in {reference}. Record one and commit it:\n"
+                f"    {self.command}",
                 str(reference),
             )
         folder = self._new_folder() / "run"
         self._trainings[name] = _Training(
             reference=reference, folder=folder, is_recording=is_recording, tolerance=tolerance
         )
-        is_to_record = is_recording or tolerance is not None  # two recordings are compared by their numbers
+        # two recordings are compared by their numbers
+        is_to_record = is_recording or tolerance is not None
         if tolerance is not None:
             arguments = {**_NUMBERS, **arguments}
-        arguments |= {"settings": settings, **({"mode": "record"} if is_to_record else {"current": folder})}
+        arguments |= {
+            "settings": settings,
+            **({"mode": "record"} if is_to_record else {"current": folder}),
+        }
         place = folder if is_to_record else reference
         if train is None:
             return DeterminismCallback(place, **arguments)
@@ -142,7 +158,9 @@ class TrainingRuns:
 
 
 def _check(training: _Training) -> None:
-    """Raise if a run did not end, or differs by its verdict file: ``ddp_spawn`` returns no attributes."""
+    """Raise if a run did not end, or differs by its verdict file:
+    ``ddp_spawn`` returns no attributes.
+    """
     is_recorded = training.is_recording or training.tolerance is not None
     done, file = ("recorded for", MANIFEST) if is_recorded else ("compared with", VERDICT_FILE)
     if not (training.folder / file).exists():
@@ -164,18 +182,24 @@ def _check(training: _Training) -> None:
 
 
 def _compared(training: _Training) -> Verdict:
-    """Return the verdict on a recording and its reference; it compares numbers if there is a tolerance."""
+    """Return the verdict on a recording and its reference; it compares
+    numbers if there is a tolerance.
+    """
     if training.tolerance is None:
         return compare_runs(training.reference, training.folder)
     ours, theirs = (Run.open(path) for path in (training.reference, training.folder))
     steps = [
-        {(segment, *run.rank(rank).steps(segment)) for rank in run.ranks for segment in run.segments}
+        {
+            (segment, *run.rank(rank).steps(segment))
+            for rank in run.ranks
+            for segment in run.segments
+        }
         for run in (ours, theirs)
     ]
     if steps[0] != steps[1]:
         raise NothingComparedError(
-            f"The run has different steps from its reference {training.reference}, so some of their numbers "
-            "cannot be compared. Train as many steps, or record the reference again."
+            f"The run has different steps from its reference {training.reference}, so some of "
+            "their numbers cannot be compared. Train as many steps, or record the reference again."
         )
     tolerance = None if training.tolerance == "torch.testing" else training.tolerance
     return compare_runs(training.reference, training.folder, numerics=True, tolerance=tolerance)
@@ -183,7 +207,9 @@ def _compared(training: _Training) -> Verdict:
 
 def _agrees(verdict: Verdict) -> bool:
     """Return whether a run matches its reference, in bits, or in numbers if those were compared."""
-    return verdict.verdict == "match" if verdict.numerics is None else not verdict.numerics.num_beyond
+    return (
+        verdict.verdict == "match" if verdict.numerics is None else not verdict.numerics.num_beyond
+    )
 
 
 def _keep(training: _Training) -> str:
@@ -196,7 +222,8 @@ def _keep(training: _Training) -> str:
                 return "unchanged"
         except DetCallbacksError:  # damaged, or recorded with a different selection: replace it
             pass
-    with FolderLock(target).hold(instead="run one session at a time"):  # two sessions may record at once
+    # two sessions may record at once
+    with FolderLock(target).hold(instead="run one session at a time"):
         with writing(target, instead="run the tests where the folder of the test file is writable"):
             shutil.rmtree(target / REPLACEMENT, ignore_errors=True)  # left by a killed session
             shutil.copytree(training.folder, target / REPLACEMENT)

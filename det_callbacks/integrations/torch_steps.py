@@ -3,15 +3,16 @@
 A step begins when a module that holds parameters of an optimizer is called with gradients enabled.
 Once an optimizer has stepped, the step ends before a ``DataLoader`` draws the next batch, before a
 module is called in evaluation mode without gradients, or before the next call of a module. While a
-``DataLoader`` is iterated over, that call ends a step only if every optimizer has stepped: GANs take
-one step for each batch. Without one, each update ends a step, so that none mixes two iterations.
+``DataLoader`` is iterated over, that call ends a step only if every optimizer has stepped: GANs
+take one step for each batch. Without one, each update ends a step,
+so that none mixes two iterations.
 
 In a script without an optimizer and without a backward pass, each outermost call of a module with
 parameters is a step. If the script then trains, the run of these steps is removed.
 
-If an optimizer updates parameters although no call of a module began a step, each step begins where the
-last update of an iteration ended.
-Before training, this costs 0.1 s once, and 0.2 microseconds for each call of a module.
+If an optimizer updates parameters although no call of a module began a step, each step begins where
+the last update of an iteration ended. Before training, this costs 0.1 s once, and 0.2 microseconds
+for each call of a module.
 """
 
 import os
@@ -33,14 +34,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, get_worker_info
 
-from det_callbacks.integrations.command import give_workers
-from det_callbacks.integrations.seen import Seen, report_seen
+from det_callbacks.integrations.command import Seen, give_workers, report_seen
 from det_callbacks.internals.replaced import ReplacedMethods
 from det_callbacks.internals.torch import TORCH, DataLoaderIter, graph_task_id, keywords_of_call
 from det_callbacks.observers.observations import REGISTRY
 from det_callbacks.trace.dispatch import runs_uncompiled
-from det_callbacks.trace.state.optimizers import parameters_of
-from det_callbacks.training.draws import DrawnLoader
+from det_callbacks.trace.optimizers import parameters_of
+from det_callbacks.training.loading import DrawnLoader
 
 if TYPE_CHECKING:
     from det_callbacks.integrations.followed import FollowedLoop
@@ -58,7 +58,8 @@ class TorchSteps:
         self._first_called: nn.Module | None = None  # its call began the step
         self._num_calls = 0  # of that module since then
         self._stepped: set[int] = set()  # optimizers that stepped in this step, by identity
-        self._after_hooks: Callable[[Optimizer], None] | None = None  # called when all hooks of an update have run
+        # called when all hooks of an update have run
+        self._after_hooks: Callable[[Optimizer], None] | None = None
         self._last_to_step = 0  # of an iteration that no call of a module announces; 0 if calls do
         self._num_backwards = 0  # before the step
         self._has_trained = False  # whether a module was called in training mode
@@ -69,7 +70,8 @@ class TorchSteps:
         self._loader_of: WeakKeyDictionary[Any, DrawnLoader] = WeakKeyDictionary()
         self._drawn: DrawnLoader | None = None  # source of the last batch
         self._has_drawn = False  # since the last step ended
-        self._iterator: Callable[[], Any] = lambda: None  # a weak reference to the source's iterator
+        # a weak reference to the source's iterator
+        self._iterator: Callable[[], Any] = lambda: None
         self._last_loader: Any = None  # alive, since a script may keep only its iterator
         self._begun: DrawnLoader | None = None  # whose iterator is being made
         self._replaced = ReplacedMethods()
@@ -80,7 +82,9 @@ class TorchSteps:
     def begin(self) -> None:
         TORCH.require()
         # harmless: torch calls the hooks again for the wrapper of a compiled module
-        warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks", UserWarning)
+        warnings.filterwarnings(
+            "ignore", r"Using `torch\.compile\(module\)` when there are global hooks", UserWarning
+        )
         register_module_forward_pre_hook(self._before_module)
         register_optimizer_step_post_hook(self._after_update)
         around = self._replaced.around
@@ -97,7 +101,8 @@ class TorchSteps:
         """Call ``end_process`` when this process ends; a fork begins with nothing seen."""
         if self._watched != os.getpid():
             self._watched, self._seen = os.getpid(), Seen()
-            # Not atexit, which forked processes skip. Runs before the finalizers of fits.py, which have 0.
+            # Not atexit, which forked processes skip. Runs before the finalizers
+            # of fits.py, which have 0.
             Finalize(None, self.end_process, exitpriority=10)
 
     def give_way(self) -> None:
@@ -107,13 +112,15 @@ class TorchSteps:
             from det_callbacks.errors import SelectionError  # noqa: PLC0415  # only here
 
             raise SelectionError(
-                "This script trains in its own loop and then builds a Lightning Trainer, but det-callbacks follows "
-                "only one of them. Split the script in two."
+                "This script trains in its own loop and then builds a Lightning Trainer, but "
+                "det-callbacks follows only one of them. Split the script in two."
             )
         self._is_off, self._owner = True, os.getpid()
         self._recorder = "a Trainer of Lightning was built, but det-callbacks recorded no fit of it"
 
-    def _note_optimizer(self, init: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+    def _note_optimizer(
+        self, init: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any
+    ) -> None:
         init(optimizer, *args, **kwargs)
         self._watch_process()
         self._seen.made[type(optimizer).__name__] += 1
@@ -126,7 +133,9 @@ class TorchSteps:
             self._replaced.around(owner, "step", self._update)
 
     def _leave_trial(self, optimizer: Optimizer) -> None:
-        """Drop the run if the script builds its optimizer anew before any update: it only tried a batch size, say."""
+        """Drop the run if the script builds its optimizer anew before any update:
+        it only tried a batch size, say.
+        """
         run = self._run
         if run is None or self._is_elsewhere() or not run.is_alone:
             return
@@ -136,7 +145,9 @@ class TorchSteps:
                 self._end_fit()
                 self._awaits_module = True
 
-    def _update(self, step: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def _update(
+        self, step: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any
+    ) -> Any:
         result = step(optimizer, *args, **kwargs)
         # not in the hook: a run that begins here adds more hooks
         if not torch.compiler.is_compiling() and self._after_hooks is not None:
@@ -145,18 +156,26 @@ class TorchSteps:
         return result
 
     def _follow_own_calls(self) -> bool:
-        """See calls of modules whose class has a ``__call__`` that is not torch's; return whether any is new."""
+        """See calls of modules whose class has a ``__call__`` that is not torch's;
+        return whether any is new.
+        """
         found, kinds = False, type.__subclasses__(nn.Module)
         while kinds:
             kind = kinds.pop()
             kinds += type.__subclasses__(kind)
             is_of_torch = kind.__module__.partition(".")[0] == "torch"
-            if "__call__" in vars(kind) and not is_of_torch and not self._replaced.has_replaced(kind, "__call__"):
+            if (
+                "__call__" in vars(kind)
+                and not is_of_torch
+                and not self._replaced.has_replaced(kind, "__call__")
+            ):
                 self._replaced.around(kind, "__call__", self._call_module)
                 found = True
         return found
 
-    def _call_module(self, call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _call_module(
+        self, call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
+    ) -> Any:
         if not torch.compiler.is_compiling():
             self._before_module(module, args, kwargs)
         return call(module, *args, **kwargs)
@@ -185,8 +204,12 @@ class TorchSteps:
         self._loader_of[iterator] = known
         return iterator
 
-    def _make_iterator(self, init: Callable[..., None], iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
-        """Begin an iteration here if the loader's class overrides ``__iter__``, as torchdata's does."""
+    def _make_iterator(
+        self, init: Callable[..., None], iterator: Any, loader: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Begin an iteration here if the loader's class overrides ``__iter__``,
+        as torchdata's does.
+        """
         if self._begun is not None or not isinstance(loader, DataLoader) or self._is_elsewhere():
             init(iterator, loader, *args, **kwargs)
             return
@@ -285,9 +308,12 @@ class TorchSteps:
         seen = self._seen
         if self._run is None and REGISTRY.sink is not None:
             self._recorder = _OWN_RUN
-        if self._run is None and (self._recorder or seen.made or seen.num_backwards or seen.updates):
+        if self._run is None and (
+            self._recorder or seen.made or seen.num_backwards or seen.updates
+        ):
             return False
-        from det_callbacks.integrations.followed import may_evaluate  # noqa: PLC0415  # loads what records
+        # loads what records
+        from det_callbacks.integrations.followed import may_evaluate  # noqa: PLC0415
 
         return may_evaluate(self._asked, self._run, module, seen)
 
@@ -324,16 +350,25 @@ class TorchSteps:
             self._awaits_module = True
 
     def _begin_after(self, optimizer: Optimizer) -> None:
-        """Begin a step if the optimizer has updated a parameter although no call of a module began one."""
-        is_expected = self._follow_own_calls() or self._run is not None or get_ident() != main_thread().ident
-        if not is_expected and any(parameter.grad is not None for parameter in parameters_of(optimizer)):
+        """Begin a step if the optimizer has updated a parameter although no
+        call of a module began one.
+        """
+        is_expected = (
+            self._follow_own_calls() or self._run is not None or get_ident() != main_thread().ident
+        )
+        if not is_expected and any(
+            parameter.grad is not None for parameter in parameters_of(optimizer)
+        ):
             self._last_to_step = id(optimizer)
             self._begin_step(None, (), {})
 
     def _end_after(self, optimizer: Optimizer) -> None:
-        """End a step that no call began, and begin the next, if the optimizer is the last one of an iteration."""
+        """End a step that no call began, and begin the next,
+        if the optimizer is the last one of an iteration.
+        """
         assert self._run is not None, "it is in a step"
-        if self._seen.num_backwards and self._may_announce():  # so the update belongs to the first iteration
+        # so the update belongs to the first iteration
+        if self._seen.num_backwards and self._may_announce():
             self._last_to_step = id(optimizer)
             self._seen.note_update(type(optimizer).__name__, len(parameters_of(optimizer)))
             self._drop_step()
@@ -347,24 +382,32 @@ class TorchSteps:
             self._stepped.add(id(optimizer))
 
     def _may_announce(self) -> bool:
-        """Return whether the script may still call a module first: no step has ended, and none had a backward pass."""
+        """Return whether the script may still call a module first: no step has ended,
+        and none had a backward pass.
+        """
         assert self._run is not None, "it is in a step"
         return not self._run.num_steps and self._seen.num_backwards == self._num_backwards
 
     def _note_elsewhere(self, optimizer: Optimizer) -> None:
-        """Note an update that no step holds; a fork of the process that has claimed the run is refused."""
+        """Note an update that no step holds; a fork of the process that has
+        claimed the run is refused.
+        """
         if get_worker_info() is not None:
             return  # what a data set optimises to make a sample is no training
         if self._owner not in (None, os.getpid()):
-            from det_callbacks.integrations.command import claim_run  # noqa: PLC0415  # loads what records
+            # loads what records
+            from det_callbacks.integrations.command import claim_run  # noqa: PLC0415
 
-            if self._run is not None or REGISTRY.sink is None:  # else a Trainer records it, in a rank that was forked
+            # else a Trainer records it, in a rank that was forked
+            if self._run is not None or REGISTRY.sink is None:
                 claim_run()
         elif not self._is_off:
             self._seen.updates_elsewhere[type(optimizer).__name__] += 1
 
     def _is_elsewhere(self) -> bool:
-        """Return whether this call comes from another thread, from a worker, or from a fork of the run's process."""
+        """Return whether this call comes from another thread, from a worker,
+        or from a fork of the run's process.
+        """
         if self._is_off or self._owner not in (None, os.getpid()) or get_worker_info() is not None:
             return True
         return get_ident() != main_thread().ident and graph_task_id() == -1
@@ -372,17 +415,27 @@ class TorchSteps:
     def _is_trained(self, module: nn.Module) -> bool:
         known = self._trained.get(module)
         if known is None:
-            owned = {id(parameter) for optimizer in self._alive() for parameter in parameters_of(optimizer)}
-            known = self._trained[module] = any(id(parameter) in owned for parameter in module.parameters())
+            owned = {
+                id(parameter)
+                for optimizer in self._alive()
+                for parameter in parameters_of(optimizer)
+            }
+            known = self._trained[module] = any(
+                id(parameter) in owned for parameter in module.parameters()
+            )
         return known
 
     def _alive(self) -> list[Optimizer]:
         return [optimizer for known in self._optimizers if (optimizer := known()) is not None]
 
     def _ends_at_call(self) -> bool:
-        """Return whether the next call of a module ends the step; else only the next batch of a loader does."""
+        """Return whether the next call of a module ends the step;
+        else only the next batch of a loader does.
+        """
         assert self._run is not None, "an optimizer has stepped"
-        return self._iterator() is None or all(id(one) in self._stepped for one in self._run.optimizers)
+        return self._iterator() is None or all(
+            id(one) in self._stepped for one in self._run.optimizers
+        )
 
     def _begin_step(
         self,
@@ -393,7 +446,8 @@ class TorchSteps:
         is_evaluation: bool = False,
     ) -> None:
         """Begin a step at the call of a module, or where the last one ended."""
-        from det_callbacks.integrations.command import print_errors_plainly  # noqa: PLC0415  # loads what records
+        # loads what records
+        from det_callbacks.integrations.command import print_errors_plainly  # noqa: PLC0415
         from det_callbacks.integrations.followed import FollowedLoop  # noqa: PLC0415  # likewise
 
         if not is_evaluation:
@@ -434,7 +488,8 @@ class TorchSteps:
         chosen = [
             one
             for one in alive
-            if id(one) not in self._used or any(id(parameter) in own for parameter in parameters_of(one))
+            if id(one) not in self._used
+            or any(id(parameter) in own for parameter in parameters_of(one))
         ]
         self._used = {id(one) for one in alive}
         return chosen

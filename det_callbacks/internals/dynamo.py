@@ -37,9 +37,12 @@ OBSERVE_IN_ORDER = TORCH.needed(
 # Replaced while a run is recorded.
 
 COMPILES_GRAPH = "call_user_compiler"
-_output_graph = TORCH.later("torch._dynamo.output_graph.OutputGraph", "the class that builds Dynamo's graphs")
+_output_graph = TORCH.later(
+    "torch._dynamo.output_graph.OutputGraph", "the class that builds Dynamo's graphs"
+)
 _compiles_graph = TORCH.later(
-    f"torch._dynamo.output_graph.OutputGraph.{COMPILES_GRAPH}", "the method that passes a graph to its compiler"
+    f"torch._dynamo.output_graph.OutputGraph.{COMPILES_GRAPH}",
+    "the method that passes a graph to its compiler",
 )
 
 
@@ -62,13 +65,16 @@ _inductor_graph = TORCH.later(
 # For the kernels of compiled graphs.
 
 _generated_modules = TORCH.later(
-    "torch._inductor.codecache.PyCodeCache.modules", "the Python modules that inductor generated, with their kernels"
+    "torch._inductor.codecache.PyCodeCache.modules",
+    "the Python modules that inductor generated, with their kernels",
 )
 module_key = TORCH.of_instance(
-    "torch._inductor.output_code.CompiledFxGraph.cache_key", "names the generated module of a compiled graph"
+    "torch._inductor.output_code.CompiledFxGraph.cache_key",
+    "names the generated module of a compiled graph",
 )
 triton_arguments = TORCH.of_instance(
-    "torch._inductor.runtime.triton_heuristics.CachingAutotuner.triton_meta", "the arguments of a Triton kernel"
+    "torch._inductor.runtime.triton_heuristics.CachingAutotuner.triton_meta",
+    "the arguments of a Triton kernel",
 )
 written_by_triton = TORCH.of_instance(
     "torch._inductor.runtime.triton_heuristics.CachingAutotuner.mutated_arg_names",
@@ -76,7 +82,8 @@ written_by_triton = TORCH.of_instance(
 )
 COMMENTS_KERNEL = "codegen_comment"
 load_inductor = TORCH.later(
-    f"torch._inductor.codegen.cpp.CppScheduling.{COMMENTS_KERNEL}", "which nodes of its graph a C++ kernel computes"
+    f"torch._inductor.codegen.cpp.CppScheduling.{COMMENTS_KERNEL}",
+    "which nodes of its graph a C++ kernel computes",
 )
 _cpp_scheduling = TORCH.later("torch._inductor.codegen.cpp.CppScheduling", "likewise")
 _nodes_of = TORCH.later("torch._inductor.utils.aggregate_origins", "likewise")
@@ -90,13 +97,17 @@ def cpp_scheduling() -> Any:
 
 
 def generated_modules(graph: Any) -> list[ModuleType]:
-    """Return the modules that inductor generated for a compiled graph: one, or one for each set of its constants."""
+    """Return the modules that inductor generated for a compiled graph: one,
+    or one for each set of its constants.
+    """
     key = module_key(graph)
     return [module for module in _generated_modules() if vars(module).get("key") == key]
 
 
 def nodes_of_kernel(scheduled: Any) -> tuple[Any, list[Any]]:
-    """Return the graph that inductor compiles, and its ``torch.fx`` nodes that a kernel computes, in order."""
+    """Return the graph that inductor compiles, and its ``torch.fx`` nodes that a
+    kernel computes, in order.
+    """
     nodes = list(_nodes_of()(list(scheduled)))
     graphs = {id(node.graph): node.graph for node in nodes}
     order = {node: number for graph in graphs.values() for number, node in enumerate(graph.nodes)}
@@ -105,12 +116,17 @@ def nodes_of_kernel(scheduled: Any) -> tuple[Any, list[Any]]:
 
 # Reset when a run begins.
 
-stance = TORCH.later("torch._dynamo.eval_frame._stance", "whether compiled code may be compiled again")
+stance = TORCH.later(
+    "torch._dynamo.eval_frame._stance", "whether compiled code may be compiled again"
+)
 forget_code = TORCH.later(
     "torch._dynamo.reset_code_caches",
-    "drops compiled code; torch.compiler.reset also turns off compiled autograd and drops CUDA graphs",
+    "drops compiled code; torch.compiler.reset also turns off compiled autograd and drops CUDA "
+    "graphs",
 )
-varying_sizes = TORCH.later("torch._dynamo.pgo.get_code_state", "the sizes that Dynamo knows to vary")
+varying_sizes = TORCH.later(
+    "torch._dynamo.pgo.get_code_state", "the sizes that Dynamo knows to vary"
+)
 
 # For compare_compiled.
 
@@ -138,16 +154,21 @@ optimized_module = TORCH.later(
 
 ORIGINAL = "_orig_mod"  # attribute of a compiled module: the original module
 GRAPH_SOURCE = "_dynamo_source"  # attribute of a graph's input: where Dynamo found it
-GRAPH_MEMBER = re.compile(r"[LG]\['\w+'\](?:\.__self__)?(?:\._(?:modules|parameters|buffers)\['[^']+'\])+")
+GRAPH_MEMBER = re.compile(
+    r"[LG]\['\w+'\](?:\.__self__)?(?:\._(?:modules|parameters|buffers)\['[^']+'\])+"
+)
 """Dynamo's text for a parameter or buffer: "L['self']._modules['net']._parameters['weight']"."""
 INDUCTOR_CONFIG = "torch._inductor.config"
 _config_module = TORCH.later(
-    "torch.utils._config_module.ConfigModule", "the class of torch's modules of options, with their defaults"
+    "torch.utils._config_module.ConfigModule",
+    "the class of torch's modules of options, with their defaults",
 )
 
 
 def changed_options() -> dict[str, Any]:
-    """Return the options that the program changed, by path, of the modules of options that it imported."""
+    """Return the options that the program changed, by path,
+    of the modules of options that it imported.
+    """
     kind, changed = _config_module(), dict[str, Any]()
     for path, module in sorted(sys.modules.copy().items()):
         if issubclass(type(module), kind) and path.startswith("torch."):

@@ -1,4 +1,6 @@
-"""The private names of Lightning (2.5 to 2.6), each with its purpose, and its twin ``pytorch_lightning``."""
+"""The private names of Lightning (2.5 to 2.6), each with its purpose, and its twin
+``pytorch_lightning``.
+"""
 
 import logging
 import sys
@@ -19,7 +21,8 @@ if TYPE_CHECKING:
     WrappingCheckpointIO = _WrappingCheckpointIO
 else:
     WrappingCheckpointIO = LIGHTNING.needed(
-        "lightning.pytorch.plugins.io.wrapper._WrappingCheckpointIO", "a checkpoint writer that wraps another"
+        "lightning.pytorch.plugins.io.wrapper._WrappingCheckpointIO",
+        "a checkpoint writer that wraps another",
     )
 DataLoaderIterFetcher = LIGHTNING.needed(
     "lightning.pytorch.loops.fetchers._DataLoaderIterDataFetcher",
@@ -30,25 +33,34 @@ PrefetchFetcher = LIGHTNING.needed(
 )
 Loop = LIGHTNING.needed("lightning.pytorch.loops.loop._Loop", "the class of loops")
 MultiProcessingLauncher = LIGHTNING.needed(
-    "lightning.pytorch.strategies.launchers._MultiProcessingLauncher", "the launcher of processes that return nothing"
+    "lightning.pytorch.strategies.launchers._MultiProcessingLauncher",
+    "the launcher of processes that return nothing",
 )
 
 # Of the Trainer and its strategy.
 
 checkpoint_connector = LIGHTNING.of_instance(
-    "lightning.pytorch.Trainer._checkpoint_connector", "restores sharding strategies after the fit has begun"
+    "lightning.pytorch.Trainer._checkpoint_connector",
+    "restores sharding strategies after the fit has begun",
 )
 RESTORE = LIGHTNING.name_of(
-    "lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector._restore_modules_and_callbacks",
+    "lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector._restore_modul"
+    "es_and_callbacks",
     "the method that restores them",
 )
-results = LIGHTNING.of_instance("lightning.pytorch.Trainer._results", "the metrics logged in a validation or a test")
-logger_connector = LIGHTNING.of_instance("lightning.pytorch.Trainer._logger_connector", "holds the logged values")
+results = LIGHTNING.of_instance(
+    "lightning.pytorch.Trainer._results", "the metrics logged in a validation or a test"
+)
+logger_connector = LIGHTNING.of_instance(
+    "lightning.pytorch.Trainer._logger_connector", "holds the logged values"
+)
 callback_metrics = LIGHTNING.of_instance(
     "_LoggerConnector._callback_metrics",
     "the logged values; Trainer.callback_metrics may compute them, with a collective",
 )
-progress_bar_metrics = LIGHTNING.of_instance("_LoggerConnector._progress_bar_metrics", "the same for the progress bar")
+progress_bar_metrics = LIGHTNING.of_instance(
+    "_LoggerConnector._progress_bar_metrics", "the same for the progress bar"
+)
 name_of_result = LIGHTNING.needed(
     "lightning.pytorch.trainer.connectors.logger_connector.result._ResultCollection._forked_name",
     "the names under which a result is logged",
@@ -64,7 +76,9 @@ model_averager = LIGHTNING.of_instance(
 
 # Of the loops of a fit.
 
-combined_loader = LIGHTNING.of_instance("_FitLoop._combined_loader", "the loaders of a loop, None before they are made")
+combined_loader = LIGHTNING.of_instance(
+    "_FitLoop._combined_loader", "the loaders of a loop, None before they are made"
+)
 LOAD_LOADER_STATES = LIGHTNING.name_of(
     "lightning.pytorch.loops.fit_loop._FitLoop._load_combined_loader_states",
     "the method that runs just before the first iteration over the loaders",
@@ -75,7 +89,8 @@ loader_mode = LIGHTNING.of_instance(
 )
 data_fetcher = LIGHTNING.of_instance("_FitLoop._data_fetcher", "loads batches from the loaders")
 should_accumulate = LIGHTNING.of_instance(
-    "_FitLoop._should_accumulate", "whether a batch ends without an optimizer step, so its metrics are not logged"
+    "_FitLoop._should_accumulate",
+    "whether a batch ends without an optimizer step, so its metrics are not logged",
 )
 num_optimizer_steps = LIGHTNING.of_instance(
     "_TrainingEpochLoop._batches_that_stepped", "the step under which metrics are logged"
@@ -83,12 +98,18 @@ num_optimizer_steps = LIGHTNING.of_instance(
 is_out_of_batches = LIGHTNING.of_instance(
     "_TrainingEpochLoop._num_ready_batches_reached", "whether the data of the epoch is exhausted"
 )
-is_training_done = LIGHTNING.of_instance("_TrainingEpochLoop._is_training_done", "whether a batch was the last one")
-epoch_results = LIGHTNING.of_instance("_TrainingEpochLoop._results", "the metrics logged in a training epoch")
+is_training_done = LIGHTNING.of_instance(
+    "_TrainingEpochLoop._is_training_done", "whether a batch was the last one"
+)
+epoch_results = LIGHTNING.of_instance(
+    "_TrainingEpochLoop._results", "the metrics logged in a training epoch"
+)
 should_validate = LIGHTNING.of_instance(
     "_TrainingEpochLoop._should_check_val_fx", "whether a validation follows a batch"
 )
-validation_data = LIGHTNING.of_instance("_EvaluationLoop._data_source", "whether there is validation data")
+validation_data = LIGHTNING.of_instance(
+    "_EvaluationLoop._data_source", "whether there is validation data"
+)
 
 
 def end_restart(loop: Any) -> None:
@@ -97,7 +118,9 @@ def end_restart(loop: Any) -> None:
 
 
 def all_missing() -> list[str]:
-    """Return a sentence for each missing name; for attributes of a Trainer, which is made here, only the first."""
+    """Return a sentence for each missing name; for attributes of a Trainer,
+    which is made here, only the first.
+    """
     log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     before = log.level
     log.setLevel(logging.WARNING)  # a new Trainer logs the available accelerators
@@ -155,10 +178,14 @@ def package_of(instance: object) -> str:
 def join_twins(cls: Class) -> Class:
     """Also make a subclass of a Lightning class a subclass of its twin, if that is loaded by now.
 
-    A callback is then a ``Callback`` for LightningCLI, and for ``Trainer(callbacks=callback)`` without
-    a list.
+    A callback is then a ``Callback`` for LightningCLI, and for
+    ``Trainer(callbacks=callback)`` without a list.
     """
-    missing = [twin for base in cls.__bases__ if (twin := _twin(base)) is not None and not issubclass(cls, twin)]
+    missing = [
+        twin
+        for base in cls.__bases__
+        if (twin := _twin(base)) is not None and not issubclass(cls, twin)
+    ]
     if missing:
         cls.__bases__ += tuple(missing)
     return cls
@@ -168,5 +195,7 @@ def _twin(one: Any) -> Any:
     """Return the class of the same name in the other package, if it is loaded."""
     for name, other in _NAMES:
         if one.__module__.startswith(name):
-            return getattr(sys.modules.get(other + one.__module__.removeprefix(name)), one.__name__, None)
+            return getattr(
+                sys.modules.get(other + one.__module__.removeprefix(name)), one.__name__, None
+            )
     return None

@@ -1,4 +1,6 @@
-"""Looks up private names; a missing one breaks no import, and is reported before anything is recorded."""
+"""Looks up private names; a missing one breaks no import, and is reported
+before anything is recorded.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,7 +33,9 @@ MISSING = object()
 
 
 def find(path: str, example: Any = None) -> Any:
-    """Return the object at a dotted path, or the path's last attribute of an ``example``; ``MISSING`` if none."""
+    """Return the object at a dotted path, or the path's last attribute of an ``example``;
+    ``MISSING`` if none.
+    """
     if example is not None:
         return getattr(example, path.rpartition(".")[2], MISSING)
     module, _, rest = path.partition(".")
@@ -65,7 +69,8 @@ class PrivateNames:
         self.package = package
         self.known: dict[str, PrivateName] = {}
         self.missing: list[PrivateName] = []
-        self.readers: dict[str, Callable[[Any], Any]] = {}  # for attributes that only instances have
+        # for attributes that only instances have
+        self.readers: dict[str, Callable[[Any], Any]] = {}
 
     def needed(self, path: str, purpose: str) -> Any:
         """Return the object at a path, or a placeholder, which may also be a base class."""
@@ -75,8 +80,12 @@ class PrivateNames:
             return Placeholder("Missing", (), {"error": staticmethod(partial(self.refusal, name))})
         return found
 
-    def attribute(self, path: str, purpose: str, *, reads: Callable[[str], Any] = attrgetter) -> Callable[[Any], Any]:
-        """Return a function that reads this attribute of an instance, or with ``methodcaller`` calls this method."""
+    def attribute(
+        self, path: str, purpose: str, *, reads: Callable[[str], Any] = attrgetter
+    ) -> Callable[[Any], Any]:
+        """Return a function that reads this attribute of an instance,
+        or with ``methodcaller`` calls this method.
+        """
         found = self.needed(path, purpose)
         return found if isinstance(found, Placeholder) else reads(path.rpartition(".")[2])
 
@@ -107,7 +116,9 @@ class PrivateNames:
             if found is MISSING:
                 self._note_missing(name)
                 module = type(instance).__module__.partition(".")[0]
-                raise self.refusal(name, package=module if module == "pytorch_lightning" else self.package)
+                raise self.refusal(
+                    name, package=module if module == "pytorch_lightning" else self.package
+                )
             return found
 
         self.readers[path] = read

@@ -1,4 +1,6 @@
-"""Methods that are replaced while a run is recorded; docs/explanation/replaced.md lists each, with the reason."""
+"""Methods that are replaced while a run is recorded; docs/explanation/replaced.md
+lists each, with the reason.
+"""
 
 from collections.abc import Callable
 from functools import wraps
@@ -19,7 +21,9 @@ def wrapper_of(before: Callable[..., Any], call: Callable[..., Any]) -> Callable
 
 
 def subclass_of(base: Any, **methods: Any) -> Any:
-    """Return a subclass of the same name, for ``put``; instances are pickled and copied as instances of ``base``."""
+    """Return a subclass of the same name, for ``put``; instances are pickled and copied as
+    instances of ``base``.
+    """
 
     def reduce(self: Any, _protocol: Any) -> Any:
         ours, self.__class__ = self.__class__, base
@@ -28,7 +32,11 @@ def subclass_of(base: Any, **methods: Any) -> Any:
         finally:
             self.__class__ = ours
 
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__reduce_ex__": reduce}
+    names = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__reduce_ex__": reduce,
+    }
     return type(base.__name__, (base,), {**names, **methods})
 
 
@@ -39,7 +47,9 @@ class ReplacedMethods:
         self._replaced: list[tuple[Any, str, Any, Any]] = []  # owner, name, what was there, ours
 
     def put(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """Replace a method of an object, a class or a module by ``make(method)``; of ``__class__`` the class."""
+        """Replace a method of an object, a class or a module by ``make(method)``;
+        of ``__class__`` the class.
+        """
         before = getattr(owner, name)
         self._set(owner, name, before, make(before))
 
@@ -49,7 +59,8 @@ class ReplacedMethods:
         self._set(owner, name, before, wrapper_of(before, call))
 
     def has_replaced(self, owner: Any, name: str) -> bool:
-        for one, known, *_ in self._replaced:  # noqa: SIM110  # at each step: a generator costs more
+        # at each step: a generator costs more
+        for one, known, *_ in self._replaced:  # noqa: SIM110
             if one is owner and known == name:
                 return True
         return False

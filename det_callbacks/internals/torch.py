@@ -29,7 +29,9 @@ top_hooks: Callable[[bool], tuple[Any, Any] | None] = TORCH.needed(
     "the saved-tensor hooks in force, as (pack, unpack)",
 )
 sequence_number: Callable[[Any], int] = TORCH.attribute(
-    "torch.autograd.graph.Node._sequence_nr", "the sequence number of an autograd node", reads=methodcaller
+    "torch.autograd.graph.Node._sequence_nr",
+    "the sequence number of an autograd node",
+    reads=methodcaller,
 )
 _run_backward = TORCH.needed(
     "torch.autograd.graph._engine_run_backward",
@@ -38,7 +40,8 @@ _run_backward = TORCH.needed(
 RUN_BACKWARD: Any = getattr(_run_backward, "__code__", None)
 BACKWARD = TORCH.name_of(
     "torch.autograd._engine_run_backward",
-    "what torch.autograd.backward calls; around that function itself, its warnings would name our line",
+    "what torch.autograd.backward calls; around that function itself, its warnings would name our "
+    "line",
 )
 _call_module = TORCH.needed("torch.nn.Module._call_impl", "the frame of every call of a module")
 CALL_MODULE: Any = getattr(_call_module, "__code__", None)
@@ -68,8 +71,11 @@ TORCH.needed(
 )
 CHECKPOINT_FILE = CheckpointFunction.forward.__code__.co_filename
 CHECKPOINT_REGIONS = {"unpack_hook": "frame", "backward": "ctx"}
-"""Function in that file that recomputes a checkpointed region -> its variable that identifies the region."""
-CHECKPOINT_PACK_HOOK = "_checkpoint_hook.__init__.<locals>.pack_hook"  # the hook's closure holds the region's frame
+"""Function in that file that recomputes a checkpointed region -> its variable
+that identifies the region.
+"""
+# the hook's closure holds the region's frame
+CHECKPOINT_PACK_HOOK = "_checkpoint_hook.__init__.<locals>.pack_hook"
 
 
 TORCH.needed(
@@ -79,7 +85,9 @@ TORCH.needed(
 
 
 def forward_code(node: object) -> CodeType | None:
-    """Return the forward code of a Python autograd Function by its node, or None for torch's nodes."""
+    """Return the forward code of a Python autograd Function by its node,
+    or None for torch's nodes.
+    """
     forward = getattr(getattr(type(node), "_forward_cls", None), "forward", None)
     return getattr(forward, "__code__", None)
 
@@ -92,10 +100,11 @@ _make_scale: Callable[[Any, torch.device], None] = TORCH.needed(
 
 
 def scaler_state(scaler: Any) -> dict[str, Tensor]:
-    """Return the state of a gradient scaler as tensors, since its ``state_dict`` waits for the device.
+    """Return the state of a gradient scaler as tensors, since its
+    ``state_dict`` waits for the device.
 
-    It creates the tensors if the scaler is unused; otherwise the first step after a resume would have
-    ops that the same step of the uninterrupted run does not have.
+    It creates the tensors if the scaler is unused; otherwise the first step after a resume would
+    have ops that the same step of the uninterrupted run does not have.
     """
     if scaler.is_enabled() and getattr(scaler, "_scale", MISSING) is None:
         _make_scale(scaler, torch.device(getattr(scaler, "_device", "cpu")))
@@ -115,13 +124,16 @@ pin_storage: Callable[[UntypedStorage], int] = TORCH.attribute(
     "a weak reference that keeps the address of a storage from being reused",
     reads=methodcaller,
 )
-unpin_storage: Callable[[int], None] = TORCH.needed("torch.UntypedStorage._free_weak_ref", "releases such an address")
+unpin_storage: Callable[[int], None] = TORCH.needed(
+    "torch.UntypedStorage._free_weak_ref", "releases such an address"
+)
 storage_at: Callable[[int], UntypedStorage | None] = TORCH.needed(
     "torch.UntypedStorage._new_with_weak_ptr", "the storage at such an address, None if it is freed"
 )
 memory_address: Callable[[Tensor], Any] = TORCH.needed(
     "torch._C._data_address",
-    "the address of a tensor's storage, 0 without memory; unlike data_ptr it materialises no copy-on-write storage",
+    "the address of a tensor's storage, 0 without memory; unlike data_ptr it materialises no "
+    "copy-on-write storage",
 )
 is_zero_tensor: Callable[[Tensor], bool] = TORCH.needed(
     "torch._is_zerotensor", "whether a tensor represents zeros, without memory"
@@ -131,11 +143,14 @@ is_zero_tensor: Callable[[Tensor], bool] = TORCH.needed(
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload as OpOverload
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor as AsyncCollectiveTensor
+    from torch.distributed._functional_collectives import (
+        AsyncCollectiveTensor as AsyncCollectiveTensor,
+    )
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 else:
     AsyncCollectiveTensor = TORCH.needed(
-        "torch.distributed._functional_collectives.AsyncCollectiveTensor", "the pending output of a collective"
+        "torch.distributed._functional_collectives.AsyncCollectiveTensor",
+        "the pending output of a collective",
     )
     OpOverload = TORCH.needed("torch._ops.OpOverload", "the class of ops")
     TorchDispatchMode = TORCH.needed(
@@ -152,7 +167,8 @@ is_functional: Callable[[Tensor], bool] = TORCH.needed(
     "torch._is_functional_tensor", "whether a tensor represents another one while functorch traces"
 )
 is_wrapper: Callable[[Tensor], bool] = TORCH.needed(
-    "torch.utils._python_dispatch.is_traceable_wrapper_subclass", "whether a tensor subclass lists its inner tensors"
+    "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
+    "whether a tensor subclass lists its inner tensors",
 )
 is_transformed: Callable[[Tensor], bool] = TORCH.needed(
     "torch._C._functorch.is_functorch_wrapped_tensor", "whether torch.func has wrapped a tensor"
@@ -164,7 +180,9 @@ is_batched: Callable[[Tensor], bool] = TORCH.needed(
     "torch._C._functorch.is_legacy_batchedtensor",
     "whether torch.autograd.grad with is_grads_batched has wrapped it, which hides its memory",
 )
-untransformed: Callable[[Tensor], Tensor] = TORCH.needed("torch._C._functorch.get_unwrapped", "the tensor inside")
+untransformed: Callable[[Tensor], Tensor] = TORCH.needed(
+    "torch._C._functorch.get_unwrapped", "the tensor inside"
+)
 COO_PARTS = (
     TORCH.name_of("torch.Tensor._indices", "the indices of a sparse COO tensor, coalesced or not"),
     TORCH.name_of("torch.Tensor._values", "its values, likewise"),
@@ -179,13 +197,16 @@ JAGGED_CACHES = frozenset(
 # Dispatch.
 
 schema_of = TORCH.attribute("torch.ops.aten.abs.default._schema", "the schema of an op")
-current_mode = TORCH.needed("torch.utils._python_dispatch._get_current_dispatch_mode", "the innermost dispatch mode")
+current_mode = TORCH.needed(
+    "torch.utils._python_dispatch._get_current_dispatch_mode", "the innermost dispatch mode"
+)
 push_mode: Callable[[Any], None] = TORCH.needed(
     "torch.utils._python_dispatch._push_mode", "enters a mode again inside its handler"
 )
 pop_mode = TORCH.needed("torch.utils._python_dispatch._pop_mode", "leaves it")
 without_modes = TORCH.needed(
-    "torch.utils._python_dispatch._disable_current_modes", "hides the code inside from all dispatch modes"
+    "torch.utils._python_dispatch._disable_current_modes",
+    "hides the code inside from all dispatch modes",
 )
 num_dispatch_modes: Callable[[], int] = TORCH.needed(
     "torch._C._len_torch_dispatch_stack",
@@ -196,7 +217,8 @@ num_function_modes: Callable[[], int] = TORCH.needed(
     "the number of open torch-function modes, which is faster than disabling them",
 )
 without_dispatch = TORCH.needed(
-    "torch._C._DisableTorchDispatch", "hides the code inside from dispatch modes and tensor subclasses"
+    "torch._C._DisableTorchDispatch",
+    "hides the code inside from dispatch modes and tensor subclasses",
 )
 without_function_modes = TORCH.needed(
     "torch._C.DisableTorchFunction", "hides the code inside from torch-function modes"
@@ -215,18 +237,24 @@ jit_tracer: Callable[[], Any] = TORCH.needed(
 set_jit_tracer: Callable[[Any], None] = TORCH.needed(
     "torch._C._set_tracing_state", "hides the code between two calls from torch.jit.trace"
 )
-without_transforms = TORCH.needed("torch._C._DisableFuncTorch", "hides the code inside from torch.func")
-below_autograd = TORCH.needed("torch._C._AutoDispatchBelowAutograd", "hides the code inside from autograd")
+without_transforms = TORCH.needed(
+    "torch._C._DisableFuncTorch", "hides the code inside from torch.func"
+)
+below_autograd = TORCH.needed(
+    "torch._C._AutoDispatchBelowAutograd", "hides the code inside from autograd"
+)
 without_autocast = TORCH.needed("torch._C._DisableAutocast", "runs ops without autocast")
 exclude_key = TORCH.needed(
-    "torch._C._SetExcludeDispatchKeyGuard", "runs the ops inside a kernel with autocast, as without a mode"
+    "torch._C._SetExcludeDispatchKeyGuard",
+    "runs the ops inside a kernel with autocast, as without a mode",
 )
 has_kernels: Callable[[str], bool] = TORCH.needed(
     "torch._C._dispatch_has_kernel", "whether an op belongs to TorchScript only"
 )
 has_kernel_for: Callable[[str, str], bool] = TORCH.needed(
     "torch._C._dispatch_has_kernel_for_dispatch_key",
-    "whether an op has a kernel; OpOverload.has_kernel_for_dispatch_key counts Python decompositions too",
+    "whether an op has a kernel; OpOverload.has_kernel_for_dispatch_key counts Python "
+    "decompositions too",
 )
 all_op_names: Callable[[], list[str]] = TORCH.needed(
     "torch._C._dispatch_get_all_op_names",
@@ -248,7 +276,8 @@ TORCH.needed(
 )
 _call_with_key: Callable[[Any], Callable[..., Any]] = TORCH.attribute(
     "torch.ops.aten.abs.default._op_dk",
-    "calls the kernel of a composite op; OpOverload.decompose may call a Python one, with different bits",
+    "calls the kernel of a composite op; OpOverload.decompose may call a Python one, with "
+    "different bits",
 )
 
 
@@ -259,7 +288,8 @@ def kernel_of(func: Any) -> Callable[..., Any]:
 
 def pass_on(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an op that a mode does not handle, unseen by torch functions, as without the mode."""
-    return call_without_torch_function(func, (), args, kwargs)  # with its kernel, a mode below would be skipped too
+    # with its kernel, a mode below would be skipped too
+    return call_without_torch_function(func, (), args, kwargs)
 
 
 def call_composite(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -271,16 +301,20 @@ def overload_name(func: Any) -> str:
 
 
 CudaGraph = TORCH.needed(
-    "torch.cuda.graphs._CUDAGraph", "the class whose methods capture and replay every CUDA graph; empty without CUDA"
+    "torch.cuda.graphs._CUDAGraph",
+    "the class whose methods capture and replay every CUDA graph; empty without CUDA",
 )
 
 # Modules.
 
 global_pre_hooks: dict[int, Any] = TORCH.needed(
     "torch.nn.modules.module._global_forward_pre_hooks",
-    "global hooks under one fixed key: Dynamo recompiles for each new key, which the public functions would take",
+    "global hooks under one fixed key: Dynamo recompiles for each new key, which the public "
+    "functions would take",
 )
-global_hooks: dict[int, Any] = TORCH.needed("torch.nn.modules.module._global_forward_hooks", "likewise, after a call")
+global_hooks: dict[int, Any] = TORCH.needed(
+    "torch.nn.modules.module._global_forward_hooks", "likewise, after a call"
+)
 always_called: dict[int, bool] = TORCH.needed(
     "torch.nn.modules.module._global_forward_hooks_always_called", "likewise, if a call raises"
 )
@@ -290,20 +324,32 @@ PARAMETERS = TORCH.name_of(
     "the dictionary of a module's parameters; named_parameters() builds all names at every call",
     example=_A_MODULE,
 )
-BUFFERS = TORCH.name_of("torch.nn.Module._buffers", "the dictionary of its buffers", example=_A_MODULE)
-CHILDREN = TORCH.name_of("torch.nn.Module._modules", "the dictionary of its submodules", example=_A_MODULE)
+BUFFERS = TORCH.name_of(
+    "torch.nn.Module._buffers", "the dictionary of its buffers", example=_A_MODULE
+)
+CHILDREN = TORCH.name_of(
+    "torch.nn.Module._modules", "the dictionary of its submodules", example=_A_MODULE
+)
 
 
 def modules_in(root: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield what ``nn.Module.named_modules`` yields, without that method, which a class may replace."""
+    """Yield what ``nn.Module.named_modules`` yields, without that method,
+    which a class may replace.
+    """
     waiting, seen = [(name, root)], set[int]()
     while waiting:
         name, module = waiting.pop()
         if id(module) not in seen:
             seen.add(id(module))
             yield name, module
-            children = ((key, child) for key, child in getattr(module, CHILDREN).items() if child is not None)
-            waiting += reversed([(f"{name}.{key}" if name else key, child) for key, child in children])
+            children = (
+                (key, child)
+                for key, child in getattr(module, CHILDREN).items()
+                if child is not None
+            )
+            waiting += reversed(
+                [(f"{name}.{key}" if name else key, child) for key, child in children]
+            )
 
 
 DDP_IGNORED = "_ddp_params_and_buffers_to_ignore"  # attribute of a module: names that DDP ignores
@@ -329,7 +375,8 @@ DataLoaderIter = TORCH.needed(
 generator_address: Callable[[Generator], int] = TORCH.attribute(
     "torch.Generator._cdata", "identifies a generator through a new Python object"
 )
-has_cuda_context: Callable[[int], bool] = lambda index: True  # noqa: E731  # builds without CUDA have no such name
+# builds without CUDA have no such name
+has_cuda_context: Callable[[int], bool] = lambda index: True  # noqa: E731
 if torch.backends.cuda.is_built():
     has_cuda_context = TORCH.needed(
         "torch._C._cuda_hasPrimaryContext",
@@ -344,17 +391,21 @@ _mps_generator: Callable[[], Generator] = TORCH.needed(
 
 
 def mps_generators() -> tuple[Generator, ...]:
-    """Return the default generator of an MPS device; none in a process that was forked after its use."""
+    """Return the default generator of an MPS device; none in a process that
+    was forked after its use.
+    """
     return () if _is_in_fork_of_mps() else (_mps_generator(),)
 
 
 # Several processes.
 
 default_store = TORCH.needed(
-    "torch.distributed.distributed_c10d._get_default_store", "lets processes exchange values without a collective"
+    "torch.distributed.distributed_c10d._get_default_store",
+    "lets processes exchange values without a collective",
 )
 process_group_named: Callable[[str], Any] = TORCH.needed(
-    "torch.distributed.distributed_c10d._resolve_process_group", "the process group with a given name"
+    "torch.distributed.distributed_c10d._resolve_process_group",
+    "the process group with a given name",
 )
 ddp_facts = TORCH.needed(
     "torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data",

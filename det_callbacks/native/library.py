@@ -1,7 +1,7 @@
 """Builds the native recorder for the installed torch, once, and loads it.
 
-A library that was built for another torch would load without an error and corrupt memory. So its key (what it was
-built from and for) is read from the file before the file is loaded.
+A library that was built for another torch would load without an error and corrupt memory. So its
+key (what it was built from and for) is read from the file before the file is loaded.
 """
 
 import ctypes
@@ -23,14 +23,15 @@ import torch
 from det_callbacks.digest.host import digest_bytes, digest_memory, format_digest
 from det_callbacks.environment.variables import RECORDER
 from det_callbacks.errors import CoverageWarning, SettingsError, WriteError
-from det_callbacks.runs.disk import make_folder, writing
+from det_callbacks.runs.files import make_folder, writing
 
 CHOICES = ("auto", "python", "native")
 
 _SOURCES = Path(__file__).parent
 _MARK = "det_callbacks native recorder: "
 _INSTEAD = "set XDG_CACHE_HOME to a folder that can be written, or DET_CALLBACKS_RECORDER=python"
-_SIZES = (0, 1, 1023, 1024, 1025, 5000, 256 * 1024, 256 * 1024 + 4, 1_000_000)  # bytes; of the self-check
+# bytes; of the self-check
+_SIZES = (0, 1, 1023, 1024, 1025, 5000, 256 * 1024, 256 * 1024 + 4, 1_000_000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,11 @@ def load() -> ctypes.PyDLL | None:
 def built() -> Path | None:
     """Return the library built for this torch, or None."""
     path = _path()
-    return path if path.is_file() and _MARK.encode() + _key().encode() + b"\0" in path.read_bytes() else None
+    return (
+        path
+        if path.is_file() and _MARK.encode() + _key().encode() + b"\0" in path.read_bytes()
+        else None
+    )
 
 
 def build() -> Build:
@@ -121,7 +126,10 @@ def _loaded() -> ctypes.PyDLL | None:
     found = build()
     library, problem = (None, found.problem) if found.path is None else _open(found.path)
     if library is None:
-        text = f"Python records this run, which takes longer: {problem}. DET_CALLBACKS_RECORDER=python asks for that."
+        text = (
+            f"Python records this run, which takes longer: {problem}. "
+            "DET_CALLBACKS_RECORDER=python asks for that."
+        )
         warnings.warn(text, CoverageWarning, stacklevel=2)
     return library
 
@@ -168,13 +176,19 @@ def _key() -> str:
 
 def _path() -> Path:
     cache_folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache_folder / "det_callbacks" / f"recorder-{format_digest(digest_bytes(_key().encode()))}.so"
+    return (
+        cache_folder
+        / "det_callbacks"
+        / f"recorder-{format_digest(digest_bytes(_key().encode()))}.so"
+    )
 
 
 def _command(compiler: str, target: Path) -> list[str]:
     root = Path(str(torch.__file__)).parent
     arrow = find_spec("pyarrow")
-    headers = "" if arrow is None or arrow.origin is None else str(Path(arrow.origin).parent / "include")
+    headers = (
+        "" if arrow is None or arrow.origin is None else str(Path(arrow.origin).parent / "include")
+    )
     return [
         *(compiler, "-O2", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-shared", "-w"),
         f'-DDET_KEY="{_MARK}{_key()}"',

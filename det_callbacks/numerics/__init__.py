@@ -1,1 +1,3 @@
-"""Measures by how much two modules differ that should compute the same, such as eager and compiled."""
+"""Measures by how much two modules differ that should compute the same,
+such as eager and compiled.
+"""

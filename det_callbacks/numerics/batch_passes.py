@@ -16,17 +16,19 @@ from typing_extensions import override
 from det_callbacks.digest.components import is_dense
 from det_callbacks.digest.host import digest_rows
 from det_callbacks.digest.unobserved import unobserved
-from det_callbacks.internals.torch import FakeTensor, FunctionalTensor, memory_address, storage_address
+from det_callbacks.internals.torch import (
+    FakeTensor,
+    FunctionalTensor,
+    memory_address,
+    storage_address,
+)
 from det_callbacks.numerics.batch_report import Kind
 from det_callbacks.runs.selection import Selection
 from det_callbacks.settings.generators import RewindPoint
-from det_callbacks.trace.attribution.engine import source_of
-from det_callbacks.trace.attribution.places import Places
+from det_callbacks.trace.components import PLAIN, holds_data, is_special
 from det_callbacks.trace.dispatch import TAKE_APART
-from det_callbacks.trace.op.components import PLAIN, holds_data
-from det_callbacks.trace.op.same_bits import is_special
-from det_callbacks.trace.op.storages import StorageWriters
-from det_callbacks.trace.tables.overloads import (
+from det_callbacks.trace.modules import source_of
+from det_callbacks.trace.overloads import (
     OpKind,
     OpPlan,
     comes_apart,
@@ -34,10 +36,14 @@ from det_callbacks.trace.tables.overloads import (
     tensors_in,
     written_by_call,
 )
+from det_callbacks.trace.places import Places
+from det_callbacks.trace.storages import StorageWriters
 
 Shape = tuple[int, ...]
 Key = tuple[str, str, int, frozenset[Any]]
-"""Module, op, index of the output, and dtypes and numbers of dimensions of the tensors that the op got."""
+"""Module, op, index of the output, and dtypes and numbers of dimensions of
+the tensors that the op got.
+"""
 Alignment = Sequence[tuple[Key, int | None]]
 """The outputs of a pass in order, each with its row of an earlier pass."""
 _REDUCES = "its output has no dimension of samples"
@@ -102,14 +108,18 @@ class Ops:
         if holds_data(leaf) and not is_special(leaf):
             self.add(leaf, (name, "", 0, frozenset()), [leaf], None)
 
-    def op(self, func: Any, types: Iterable[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def op(
+        self, func: Any, types: Iterable[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Run an op for ``DispatchMode``, and note its outputs."""
         plan = make_plan(func)
         if comes_apart(plan, args, kwargs):
             return TAKE_APART
         plan = plan.whole or plan
         special = [kind for kind in types if kind not in PLAIN]
-        if plan.kind is not OpKind.DIGEST or any(issubclass(kind, FakeTensor | FunctionalTensor) for kind in special):
+        if plan.kind is not OpKind.DIGEST or any(
+            issubclass(kind, FakeTensor | FunctionalTensor) for kind in special
+        ):
             return func(*args, **kwargs)
         if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in special):
             return NotImplemented  # the ops on the inner tensors come here one by one
@@ -128,9 +138,17 @@ class Ops:
         return out
 
     def add(
-        self, output: Tensor, key: Key, given: Sequence[Tensor], plan: OpPlan | None, *, has_drawn: bool = False
+        self,
+        output: Tensor,
+        key: Key,
+        given: Sequence[Tensor],
+        plan: OpPlan | None,
+        *,
+        has_drawn: bool = False,
     ) -> None:
-        """Note an output, and the tensors that its op got; ``plan`` is None for an output of the model."""
+        """Note an output, and the tensors that its op got; ``plan`` is None
+        for an output of the model.
+        """
         raise NotImplementedError
 
 
@@ -141,7 +159,9 @@ class Shapes(Ops):
         self.rows: list[Row] = []
 
     @override
-    def add(self, output: Tensor, key: Key, given: Sequence[Tensor], plan: OpPlan | None, **_: Any) -> None:
+    def add(
+        self, output: Tensor, key: Key, given: Sequence[Tensor], plan: OpPlan | None, **_: Any
+    ) -> None:
         self.rows.append(Row(key=key, shape=tuple(output.shape), given=_shapes(given)))
 
 
@@ -173,7 +193,8 @@ class Whole(Aligned):
         self._sizes = sizes
         self.rows: list[Row] = []
         self._ledger = StorageWriters()  # whose positions are rows
-        self._steps: dict[int, tuple[int, int]] = {}  # storage -> elements from sample to sample, offset of the first
+        # storage -> elements from sample to sample, offset of the first
+        self._steps: dict[int, tuple[int, int]] = {}
         self._calls: Counter[Any] = Counter()
 
     @override
@@ -204,11 +225,19 @@ class Whole(Aligned):
 
     @override
     def add(
-        self, output: Tensor, key: Key, given: Sequence[Tensor], plan: OpPlan | None, *, has_drawn: bool = False
+        self,
+        output: Tensor,
+        key: Key,
+        given: Sequence[Tensor],
+        plan: OpPlan | None,
+        *,
+        has_drawn: bool = False,
     ) -> None:
         source = () if plan is None else source_of(self._places.modules.current)
         reads = {index for tensor in given for index in self._ledger.writers_of(tensor)}
-        row = Row(key=key, shape=tuple(output.shape), given=_shapes(given), source=source, draws=has_drawn)
+        row = Row(
+            key=key, shape=tuple(output.shape), given=_shapes(given), source=source, draws=has_drawn
+        )
         row.reads, row.occurrence = tuple(sorted(reads)), self._calls[key[:3]]
         self._calls[key[:3]] += 1
         index = self.counterpart(key)
@@ -223,34 +252,56 @@ class Whole(Aligned):
             self._note_place(output, row.axis)
         self.rows.append(row)
 
-    def _find_samples(self, row: Row, other: Row, output: Tensor, given: Sequence[Tensor], *, is_output: bool) -> None:
+    def _find_samples(
+        self, row: Row, other: Row, output: Tensor, given: Sequence[Tensor], *, is_output: bool
+    ) -> None:
         following = self._following(row.shape, other.shape)
         if following is None:
-            row.why, row.detail = "not_followed", "its shape does not follow the batch size in proportion"
+            row.why, row.detail = (
+                "not_followed",
+                "its shape does not follow the batch size in proportion",
+            )
         elif len(following) > 1:
             row.why, row.detail = "not_followed", "several of its dimensions follow the batch size"
         elif following:
             (dim,) = following
             row.axis = self._axis(dim, row.shape[dim], output, given, other, is_output=is_output)
             if row.axis is None:
-                row.why, row.detail = "not_followed", "the order of the samples in a dimension is unknown"
+                row.why, row.detail = (
+                    "not_followed",
+                    "the order of the samples in a dimension is unknown",
+                )
         elif len(other.given) != len(given):
             row.why, row.detail = "not_followed", "smaller batches run it on other tensors"
-        elif any(self._following(tuple(one.shape), was) != [] for one, was in zip(given, other.given, strict=True)):
+        elif any(
+            self._following(tuple(one.shape), was) != []
+            for one, was in zip(given, other.given, strict=True)
+        ):
             row.why, row.detail = "reduction", _REDUCES
 
     def _following(self, shape: Shape, other: Shape) -> list[int] | None:
-        """Return the dimensions that follow the batch size, or None if one has another relation to it."""
+        """Return the dimensions that follow the batch size,
+        or None if one has another relation to it.
+        """
         if len(shape) != len(other):
             return None
         size, other_size = self._sizes
         changed = [dim for dim, length in enumerate(shape) if length != other[dim]]
-        if any(shape[dim] * other_size != other[dim] * size or shape[dim] % size for dim in changed):
+        if any(
+            shape[dim] * other_size != other[dim] * size or shape[dim] % size for dim in changed
+        ):
             return None
         return changed
 
     def _axis(
-        self, dim: int, length: int, output: Tensor, given: Sequence[Tensor], other: Row, *, is_output: bool
+        self,
+        dim: int,
+        length: int,
+        output: Tensor,
+        given: Sequence[Tensor],
+        other: Row,
+        *,
+        is_output: bool,
     ) -> Axis | None:
         if length == self.size:
             return Axis(dim)
@@ -268,7 +319,9 @@ class Whole(Aligned):
         return None if parts is None else Axis(dim, *parts)
 
     def _axis_of_view(self, view: Tensor, dim: int) -> Axis | None:
-        """Return the samples in a dimension of several values a sample, if its memory proves them."""
+        """Return the samples in a dimension of several values a sample,
+        if its memory proves them.
+        """
         known = self._steps.get(_memory_of(view))
         if known is None:
             return None
@@ -278,14 +331,18 @@ class Whole(Aligned):
             return None
         inner = step // stride
         below = (view.storage_offset() - first) % (step * self.size) + (inner - 1) * stride
-        for other, (one_length, one_stride) in enumerate(zip(view.shape, view.stride(), strict=True)):
+        for other, (one_length, one_stride) in enumerate(
+            zip(view.shape, view.stride(), strict=True)
+        ):
             if other != dim and one_length > 1 and one_stride % (step * self.size):
                 below += (one_length - 1) * one_stride
         # no other index may carry into the next sample
         return Axis(dim, length // (self.size * inner), inner) if below < step else None
 
     def _note_place(self, tensor: Tensor, axis: Axis | None) -> None:
-        """Note where a storage has its samples; nothing is known where writes to its parts disagree."""
+        """Note where a storage has its samples; nothing is known where
+        writes to its parts disagree.
+        """
         memory = _memory_of(tensor)
         is_all = tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes()
         known = None if is_all else self._steps.get(memory)
@@ -303,7 +360,9 @@ class Whole(Aligned):
 class Compared(Aligned):
     """A pass over a part, whose samples are compared with the whole batch."""
 
-    def __init__(self, rows: Sequence[Row], alignment: Alignment, part: Part, kept: Collection[int] = ()) -> None:
+    def __init__(
+        self, rows: Sequence[Row], alignment: Alignment, part: Part, kept: Collection[int] = ()
+    ) -> None:
         super().__init__(rows, alignment)
         self._part, self._is_kept = part, frozenset(kept)
         self.differing: set[int] = set()
@@ -311,7 +370,9 @@ class Compared(Aligned):
         self.kept: dict[int, Tensor] = {}  # the compared samples of some outputs
 
     @override
-    def add(self, output: Tensor, key: Key, given: Sequence[Tensor], plan: OpPlan | None, **_: Any) -> None:
+    def add(
+        self, output: Tensor, key: Key, given: Sequence[Tensor], plan: OpPlan | None, **_: Any
+    ) -> None:
         index = self.counterpart(key)
         row = None if index is None else self._earlier[index]
         if index is None or row is None or row.digests is None or row.axis is None:
@@ -322,12 +383,17 @@ class Compared(Aligned):
         compared = list(self._part.compared)
         if index in self._is_kept:
             samples = _by_sample(output, row.axis, self.size)
-            self.kept[index] = samples.index_select(0, torch.tensor(compared, device=output.device)).clone()
+            self.kept[index] = samples.index_select(
+                0, torch.tensor(compared, device=output.device)
+            ).clone()
         reference = row.digests[self._part.compared_samples]
         current = _sample_digests(output, row.axis, self.size)[compared]
         if not np.array_equal(reference, current):
             self.differing.add(index)
-            if len({*row.digests.tolist()}) == len(row.digests) and np.isin(current, row.digests).all():
+            if (
+                len({*row.digests.tolist()}) == len(row.digests)
+                and np.isin(current, row.digests).all()
+            ):
                 self.reordered.add(index)
 
 

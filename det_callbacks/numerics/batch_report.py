@@ -11,14 +11,24 @@ from det_callbacks.report.numerics import ulps_text
 from det_callbacks.text import at_most, count, listed
 from det_callbacks.verdict import as_json
 
-Kind = Literal["rounding", "mixing", "nondeterministic", "reduction", "batch_statistics", "random", "not_followed"]
+Kind = Literal[
+    "rounding",
+    "mixing",
+    "nondeterministic",
+    "reduction",
+    "batch_statistics",
+    "random",
+    "not_followed",
+]
 
 _WORDS = {
     "rounding": "other bits in a batch of a different size; other samples do not matter",
     "mixing": "other values if other samples are in the batch",
     "nondeterministic": "other bits in a second pass over the same batch",
     "reduction": "computes over all samples",
-    "batch_statistics": "normalises with the statistics of the batch, as batch normalisation does in train mode",
+    "batch_statistics": (
+        "normalises with the statistics of the batch, as batch normalisation does in train mode"
+    ),
     "random": "draws random numbers",
     "not_followed": "samples not followed",
 }
@@ -36,14 +46,17 @@ class BatchOp:
         source: lines of the program, the innermost first: "model.py:41 in forward".
         occurrence: number of the call among those of this op in this module, from 0.
         output: index of the op's output.
-        kind: "rounding" if the bits depend on the size of the batch and not on the other samples, "mixing" if
-            they depend on the other samples, "nondeterministic" if they differ between two passes over one batch. In
-            ``BatchInvarianceReport.unseparated``, "reduction", "batch_statistics", "random" or "not_followed".
-        sizes: sizes of the parts in which a sample has other bits than in the whole batch; () if it has them only in
-            batches of the same size.
-        begins: whether the difference starts here, since all samples that the op reads are equal. False: it reads
-            samples that differ. None: it reads something in which samples could not be followed.
-        measure: the distance from the whole batch, in one part, for the first ops that begin; None for others.
+        kind: "rounding" if the bits depend on the size of the batch and not on the other samples,
+            "mixing" if they depend on the other samples, "nondeterministic" if they differ between
+            two passes over one batch. In ``BatchInvarianceReport.unseparated``, "reduction",
+            "batch_statistics", "random" or "not_followed".
+        sizes: sizes of the parts in which a sample has other bits than in the whole batch; () if it
+            has them only in batches of the same size.
+        begins: whether the difference starts here, since all samples that the op reads are equal.
+            False: it reads samples that differ. None: it reads something in which
+            samples could not be followed.
+        measure: the distance from the whole batch, in one part, for the first ops
+            that begin; None for others.
         detail: why samples could not be followed.
 
     Examples:
@@ -91,9 +104,10 @@ class BatchInvarianceReport:
         num_samples: size of the whole batch.
         sizes: sizes of the parts that were compared with it.
         num_compared: outputs of ops and of the model whose samples were compared.
-        ops: those in which a sample's bits depend on its batch, in order. The last ones are the model's outputs.
-        unseparated: ops in which no sample can be told apart, each call once: by design (``kind`` "reduction",
-            "batch_statistics" or "random"), or because samples could not be followed.
+        ops: those in which a sample's bits depend on its batch, in order.
+            The last ones are the model's outputs.
+        unseparated: ops in which no sample can be told apart, each call once: by design (``kind``
+            "reduction", "batch_statistics" or "random"), or because samples could not be followed.
         not_compared: outputs of the model that could not be compared in all sizes.
         notes: further remarks.
 
@@ -114,7 +128,9 @@ class BatchInvarianceReport:
 
     @property
     def invariant(self) -> bool | None:
-        """Whether each sample has the same bits in every batch; None if an output could not be compared."""
+        """Whether each sample has the same bits in every batch;
+        None if an output could not be compared.
+        """
         if self.ops or any(one.kind in ("batch_statistics", "random") for one in self.unseparated):
             return False
         return None if self.not_compared else True
@@ -128,16 +144,28 @@ class BatchInvarianceReport:
         return next((one for one in self.ops if one.begins is not False), None)
 
     def assert_invariant(self) -> None:
-        """Raise ``BatchInvarianceError``, an AssertionError with the report, unless ``invariant`` is True."""
+        """Raise ``BatchInvarianceError``, an AssertionError with the report,
+        unless ``invariant`` is True.
+        """
         if not self.invariant:
             raise BatchInvarianceError(str(self), self)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
-        names = ("model", "num_samples", "sizes", "num_compared", "invariant", "not_compared", "notes")
+        names = (
+            "model",
+            "num_samples",
+            "sizes",
+            "num_compared",
+            "invariant",
+            "not_compared",
+            "notes",
+        )
         content: dict[str, Any] = as_json({name: getattr(self, name) for name in names})
         first = None if self.first is None else self.first.to_dict()
-        ops = {name: [one.to_dict() for one in getattr(self, name)] for name in ("ops", "unseparated")}
+        ops = {
+            name: [one.to_dict() for one in getattr(self, name)] for name in ("ops", "unseparated")
+        }
         return {"schema": 1, **content, "first": first, **ops}
 
     def __str__(self) -> str:
@@ -149,7 +177,9 @@ class BatchInvarianceError(DetCallbacksError, AssertionError):
 
     Examples:
         >>> try:
-        ...     check_batch_invariance(torch.nn.BatchNorm1d(3), torch.randn(4, 3)).assert_invariant()
+        ...     check_batch_invariance(
+        ...         torch.nn.BatchNorm1d(3), torch.randn(4, 3)
+        ...     ).assert_invariant()
         ... except BatchInvarianceError as error:
         ...     error.exit_code, error.report.first
         (1, None)
@@ -161,28 +191,35 @@ class BatchInvarianceError(DetCallbacksError, AssertionError):
 
 
 def _text(report: BatchInvarianceReport) -> str:
-    title = {True: "INVARIANT", False: "DEPENDS ON THE BATCH", None: "NOT COMPARED"}[report.invariant]
+    title = {True: "INVARIANT", False: "DEPENDS ON THE BATCH", None: "NOT COMPARED"}[
+        report.invariant
+    ]
     lines = [
-        f"{report.model}, {report.num_samples:,} samples, in batches of {listed(map(str, report.sizes), limit=20)}: "
-        f"{count(report.num_compared, 'output')} of ops and of the model compared sample by sample, "
-        f"{len(report.ops):,} with other bits."
+        f"{report.model}, {report.num_samples:,} samples, in batches of "
+        f"{listed(map(str, report.sizes), limit=20)}: {count(report.num_compared, 'output')} of "
+        f"ops and of the model compared sample by sample, {len(report.ops):,} with other bits."
     ]
     first = report.first
     if first is not None:
-        known = {True: "all samples that it reads are equal, so it starts here", None: "what it reads is not all known"}
+        known = {
+            True: "all samples that it reads are equal, so it starts here",
+            None: "what it reads is not all known",
+        }
         where = f" in batches of {listed(map(str, first.sizes), limit=20)}" if first.sizes else ""
         far = "" if first.measure is None else f", {ulps_text(first.measure.ulp)}"
-        lines.append(f"First: {first.place}{where}{far}: {_WORDS[first.kind]}; {known[first.begins]}.")
+        lines.append(
+            f"First: {first.place}{where}{far}: {_WORDS[first.kind]}; {known[first.begins]}."
+        )
     by_design = [one for one in report.unseparated if one.kind in ("batch_statistics", "random")]
     if by_design:
         lines.append(
-            f"By design: {listed([f'{one.place} {_WORDS[one.kind]}' for one in by_design])}. Call model.eval() to "
-            "check the model as it is evaluated."
+            f"By design: {listed([f'{one.place} {_WORDS[one.kind]}' for one in by_design])}. Call "
+            "model.eval() to check the model as it is evaluated."
         )
     if report.not_compared:
         lines.append(
-            f"Not compared in all sizes: {listed(report.not_compared)}, because the samples could not be followed, or "
-            "the shape does not follow the batch size."
+            f"Not compared in all sizes: {listed(report.not_compared)}, because the samples could "
+            "not be followed, or the shape does not follow the batch size."
         )
     sections = [Section(title=title, lines=lines)]
     begun = [one for one in report.ops if one.begins is not False]
@@ -201,7 +238,11 @@ def _text(report: BatchInvarianceReport) -> str:
         ]
         columns = ("op", "module", "line", "kind", "sizes", "distance")
         sections.append(Section(table=Table(columns=columns, rows=rows, limit=PRINTED)))
-    told = [f"Because of what they read, {count(num_passed_on, 'more output')} differ."] if num_passed_on else []
+    told = (
+        [f"Because of what they read, {count(num_passed_on, 'more output')} differ."]
+        if num_passed_on
+        else []
+    )
     rest = [
         f"{one.place}: {_WORDS[one.kind]}{f' ({one.detail})' if one.kind == 'not_followed' else ''}"
         for one in report.unseparated

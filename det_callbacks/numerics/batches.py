@@ -17,12 +17,20 @@ from det_callbacks.compare.align import match_keys
 from det_callbacks.digest.components import measure_tensors
 from det_callbacks.errors import NothingComparedError
 from det_callbacks.internals import dynamo
-from det_callbacks.numerics.batch_passes import Alignment, Compared, OpsType, Part, Row, Shapes, Whole
+from det_callbacks.numerics.batch_passes import (
+    Alignment,
+    Compared,
+    OpsType,
+    Part,
+    Row,
+    Shapes,
+    Whole,
+)
 from det_callbacks.numerics.batch_report import BatchInvarianceReport, BatchOp, Kind
 from det_callbacks.settings.generators import RewindPoint
 from det_callbacks.text import count, listed
 from det_callbacks.trace.dispatch import DispatchMode
-from det_callbacks.trace.state.leaves import flatten
+from det_callbacks.trace.leaves import flatten
 
 MAX_MEASURED = 8  # ops whose distance is measured
 
@@ -46,25 +54,29 @@ def check_batch_invariance(
 ) -> BatchInvarianceReport:
     """Find the ops in which the bits of a sample depend on the batch that it is in.
 
-    The model runs without gradients, in the mode that it is in, on the whole batch and on its parts: for each
-    size, on all samples in batches of that size. Then, to tell ops that mix samples from rounding, it runs on
-    batches of the whole size in which other samples are replaced by copies. Every op's output is compared sample by
-    sample, bit by bit. All passes begin with the same generators and buffers, which the check restores.
+    The model runs without gradients, in the mode that it is in, on the whole batch and on its
+    parts: for each size, on all samples in batches of that size. Then, to tell ops that mix samples
+    from rounding, it runs on batches of the whole size in which other samples are replaced by
+    copies. Every op's output is compared sample by sample, bit by bit. All passes begin with the
+    same generators and buffers, which the check restores.
 
-    A dimension holds the samples if its length follows the batch size. A dimension of several values a sample
-    (batch * tokens, heads * batch) counts if memory proves how it was made; otherwise the report says that the samples
-    could not be followed there. The op that first makes a difference is named; later ops that read it differ with it.
+    A dimension holds the samples if its length follows the batch size. A dimension of several
+    values a sample (batch * tokens, heads * batch) counts if memory proves how it was made;
+    otherwise the report says that the samples could not be followed there. The op that first makes
+    a difference is named; later ops that read it differ with it.
 
-    Memory: one digest for each sample and output, and the tensors of one op; for the distance, the outputs of at most
-    8 ops. Time: two passes over the whole batch, one for each size, two for each doubling of the batch size, and one
-    or two for the distance. Inside of compiled modules, ops are not compared, only the model's outputs.
+    Memory: one digest for each sample and output, and the tensors of one op; for the distance, the
+    outputs of at most 8 ops. Time: two passes over the whole batch, one for each size, two for each
+    doubling of the batch size, and one or two for the distance. Inside of compiled modules, ops are
+    not compared, only the model's outputs.
 
     Args:
         model: a module, in train or eval mode.
-        batch: one tensor, a tuple of positional arguments, or a mapping of keyword arguments. Tensors whose first
-            dimension is as long as that of the first tensor are divided into samples; the rest is passed as it is.
-        sizes: sizes of the parts, from 1 to the batch size minus 1. The default is 1, 2, 4 and so on, without sizes
-            in which the model raises.
+        batch: one tensor, a tuple of positional arguments, or a mapping of keyword arguments.
+            Tensors whose first dimension is as long as that of the first tensor are divided into
+            samples; the rest is passed as it is.
+        sizes: sizes of the parts, from 1 to the batch size minus 1. The default is 1, 2, 4 and so
+            on, without sizes in which the model raises.
 
     Returns:
         The report; ``report.assert_invariant()`` raises if bits of a sample depend on its batch.
@@ -85,7 +97,10 @@ def check_batch_invariance(
         (False, 'aten.sub.Tensor', 'mixing')
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module; got {model!r}. Wrap a function in a module that calls it.")
+        raise TypeError(
+            f"model must be a torch.nn.Module; got {model!r}. Wrap a function in a module that "
+            "calls it."
+        )
     args, kwargs = _call_of(batch)
     num_samples = _num_samples((args, kwargs))
     chosen = _checked_sizes(sizes, num_samples)
@@ -102,9 +117,13 @@ def _call_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _num_samples(call: Any) -> int:
     lengths = [len(tensor) for _, tensor in _tensors(call) if tensor.dim()]
     if not lengths:
-        raise TypeError("the batch has no tensor with a dimension; pass the tensors that the model gets")
+        raise TypeError(
+            "the batch has no tensor with a dimension; pass the tensors that the model gets"
+        )
     if lengths[0] < 2:
-        raise ValueError(f"the batch has {lengths[0]} samples (the length of its first tensor); pass at least 2")
+        raise ValueError(
+            f"the batch has {lengths[0]} samples (the length of its first tensor); pass at least 2"
+        )
     return lengths[0]
 
 
@@ -124,7 +143,10 @@ def _checked_sizes(sizes: Sequence[int] | None, num_samples: int) -> list[int]:
     if sizes is None:
         return [1 << power for power in range((num_samples - 1).bit_length())]
     if not sizes or not all(type(size) is int and 0 < size < num_samples for size in sizes):
-        raise ValueError(f"sizes must be integers from 1 to {num_samples - 1}, the batch size minus 1; got {sizes!r}")
+        raise ValueError(
+            f"sizes must be integers from 1 to {num_samples - 1}, the batch size minus 1; got "
+            f"{sizes!r}"
+        )
     return sorted(set(sizes))
 
 
@@ -137,7 +159,8 @@ class _Check:
         self._generators = RewindPoint()
         self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         self._is_compiled = any(
-            isinstance(part, dynamo.optimized_module()) or dynamo.is_compiled_in_place(part) is not None
+            isinstance(part, dynamo.optimized_module())
+            or dynamo.is_compiled_in_place(part) is not None
             for part in model.modules()
         )
         self._rows: list[Row] = []
@@ -155,8 +178,9 @@ class _Check:
         ).rows
         if not any(row.digests is not None for row in self._rows):
             raise NothingComparedError(
-                "No output of an op or of the model has a dimension that follows the batch size, so no sample could be "
-                "compared. Pass a batch whose samples are along the first dimension, and return them from forward."
+                "No output of an op or of the model has a dimension that follows the batch size, "
+                "so no sample could be compared. Pass a batch whose samples are along the first "
+                "dimension, and return them from forward."
             )
         unstable = self._differences([Part(everything, everything)])
         by_size: dict[int, _Differences] = {}
@@ -178,7 +202,9 @@ class _Check:
         return self._report(by_size, mixed, unstable.rows)
 
     def _with_others_replaced(self) -> Iterable[Part]:
-        """Yield batches of the whole size in which, for any two samples, one is kept while the other is replaced."""
+        """Yield batches of the whole size in which, for any two samples,
+        one is kept while the other is replaced.
+        """
         everything = range(self._num_samples)
         for bit in range((self._num_samples - 1).bit_length()):
             for side in (0, 1):
@@ -199,7 +225,9 @@ class _Check:
             self._alignments[size] = self._align(part, self._rows)
         found = self._pass(part, Compared(self._rows, self._alignments[size], part, indices))
         if found.has_strayed:
-            found = self._pass(part, Compared(self._rows, self._align(part, self._rows), part, indices))
+            found = self._pass(
+                part, Compared(self._rows, self._align(part, self._rows), part, indices)
+            )
         return found
 
     def _differences(self, parts: Iterable[Part]) -> _Differences:
@@ -226,7 +254,10 @@ class _Check:
                 if isinstance(leaf, Tensor):
                     ops.add_output(name, leaf)
         except Exception as error:
-            error.add_note(f"check_batch_invariance ran the model on {len(index)} of {self._num_samples} samples")
+            error.add_note(
+                f"check_batch_invariance ran the model on {len(index)} of {self._num_samples} "
+                "samples"
+            )
             raise
         finally:
             ops.end()
@@ -255,7 +286,10 @@ class _Check:
         for found in (mixed, *by_size.values()):
             for index, begins in self._begun(found, ()).items():
                 if begins is not False and index in found.reordered and not rows[index].draws:
-                    rows[index].why, rows[index].detail = "not_followed", "its samples are in a different order"
+                    rows[index].why, rows[index].detail = (
+                        "not_followed",
+                        "its samples are in a different order",
+                    )
         declared = {
             index
             for index, row in enumerate(rows)
@@ -278,11 +312,17 @@ class _Check:
         for index in unstable:
             begun.setdefault(index, None)
         told = sorted(begun)
-        measures = self._measures([index for index in told if begun[index] is not False][:MAX_MEASURED])
+        measures = self._measures(
+            [index for index in told if begun[index] is not False][:MAX_MEASURED]
+        )
         ops = [
             self._op(
                 index,
-                "nondeterministic" if index in unstable else "mixing" if index in mixed.rows else "rounding",
+                "nondeterministic"
+                if index in unstable
+                else "mixing"
+                if index in mixed.rows
+                else "rounding",
                 sizes=tuple(sizes[index]),
                 begins=begun[index],
                 measure=measures.get(index),
@@ -306,7 +346,9 @@ class _Check:
         )
 
     def _begun(self, found: _Differences, declared: Collection[int]) -> dict[int, bool | None]:
-        """Return the rows that differ, and whether each makes the difference: None if what it reads is unknown."""
+        """Return the rows that differ, and whether each makes the difference:
+        None if what it reads is unknown.
+        """
         differs: set[int] = set()  # rows with other bits that are not those of other samples
         unknown: set[int] = set()
         begun: dict[int, bool | None] = {}
@@ -317,12 +359,17 @@ class _Check:
                 differs.add(index)
                 if index not in declared:
                     reads_unknown = not unknown.isdisjoint(row.reads)
-                    is_known = row.key[1] != "" and not reads_unknown  # which op made an output is unknown
+                    # which op made an output is unknown
+                    is_known = row.key[1] != "" and not reads_unknown
                     begun[index] = False if reads_difference else True if is_known else None
             elif not is_followed or index in found.missing:
                 if reads_difference:
                     differs.add(index)
-                if row.why == "not_followed" or index in found.missing or not unknown.isdisjoint(row.reads):
+                if (
+                    row.why == "not_followed"
+                    or index in found.missing
+                    or not unknown.isdisjoint(row.reads)
+                ):
                     unknown.add(index)
         return begun
 
@@ -342,8 +389,14 @@ class _Check:
     def _op(self, index: int, kind: Kind, **options: Any) -> BatchOp:
         row = self._rows[index]
         module, op, output, _ = row.key
-        names: dict[str, Any] = {"module": module, "op": op} if op else {"module": "", "op": "", "name": module}
-        where: dict[str, Any] = {"occurrence": row.occurrence, "output": output, "source": row.source}
+        names: dict[str, Any] = (
+            {"module": module, "op": op} if op else {"module": "", "op": "", "name": module}
+        )
+        where: dict[str, Any] = {
+            "occurrence": row.occurrence,
+            "output": output,
+            "source": row.source,
+        }
         return BatchOp(kind=kind, **names, **where, **options)
 
     def _outputs_not_compared(self, by_size: Mapping[int, _Differences]) -> Iterator[str]:
@@ -352,7 +405,9 @@ class _Check:
         if not outputs:
             yield "output"  # it holds no tensor
         for index, row in outputs:
-            if row.why == "not_followed" or any(index in found.missing for found in by_size.values()):
+            if row.why == "not_followed" or any(
+                index in found.missing for found in by_size.values()
+            ):
                 yield row.key[0]
 
     def _notes(self, by_size: Mapping[int, _Differences]) -> Iterable[str]:
@@ -360,17 +415,32 @@ class _Check:
             yield "The model is compiled, so only its outputs were compared, not its ops."
         for size, error in self._failed.items():
             lines = str(error).splitlines() or [""]
-            yield f"Batches of {size} were not compared: the model raised {type(error).__name__} ({lines[0]})."
+            yield (
+                f"Batches of {size} were not compared: the model raised {type(error).__name__} "
+                f"({lines[0]})."
+            )
         for size, found in by_size.items():
             missing = [self._rows[index] for index in sorted(found.missing)]
             missing = [row for row in missing if row.digests is not None and row.key[1]]
             if missing:
                 module, op, *_ = missing[0].key
                 yield (
-                    f"In batches of {size}, the model runs other ops: {count(len(missing), 'output')} of ops in the "
-                    f"whole batch, the first of {op} in {module or 'no submodule'}, could not be compared."
+                    f"In batches of {size}, the model runs other ops: "
+                    f"{count(len(missing), 'output')} of ops in the whole batch, the first of {op} "
+                    f"in {module or 'no submodule'}, could not be compared."
                 )
-        whole = [name for name, one in _tensors(self._args) if one.dim() and len(one) != self._num_samples]
-        whole += [name for name, one in _tensors(self._kwargs) if one.dim() and len(one) != self._num_samples]
+        whole = [
+            name
+            for name, one in _tensors(self._args)
+            if one.dim() and len(one) != self._num_samples
+        ]
+        whole += [
+            name
+            for name, one in _tensors(self._kwargs)
+            if one.dim() and len(one) != self._num_samples
+        ]
         if whole:
-            yield f"Passed whole to each part, since the first dimension is not the batch size: {listed(whole)}."
+            yield (
+                "Passed whole to each part, since the first dimension is not the batch size: "
+                f"{listed(whole)}."
+            )

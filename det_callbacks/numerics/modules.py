@@ -1,4 +1,6 @@
-"""compare_modules and compare_compiled: train two modules side by side, and measure by how much they differ."""
+"""compare_modules and compare_compiled: train two modules side by side,
+and measure by how much they differ.
+"""
 
 import copy
 import math
@@ -22,19 +24,21 @@ from det_callbacks.errors import ModuleRunError, NothingComparedError
 from det_callbacks.internals import dynamo
 from det_callbacks.internals.torch import TORCH
 from det_callbacks.numerics.result import PHASES, Kind, NumericsReport, Phase, TensorComparison
-from det_callbacks.observers.values import leaves_of
-from det_callbacks.runs.patterns import as_names
+from det_callbacks.observers.functions import leaves_of
+from det_callbacks.runs.selection import as_names
 from det_callbacks.settings import MAX_SEED, DeterminismSettings, enforce_determinism
 from det_callbacks.tensors.copies import copy_bits
 from det_callbacks.tensors.files import SavedTensor, measure_saved
 from det_callbacks.text import count
-from det_callbacks.trace.op.same_bits import is_special
-from det_callbacks.trace.state.leaves import flatten
+from det_callbacks.trace.components import is_special
+from det_callbacks.trace.leaves import flatten
 
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any] | Callable[[int], Any]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Values = dict[tuple[Phase, str], SavedTensor]
-"""(phase, name) -> a copy of a tensor that an iteration computed, in order; numbers become tensors."""
+"""(phase, name) -> a copy of a tensor that an iteration computed, in order;
+numbers become tensors.
+"""
 
 
 def compare_modules(
@@ -51,34 +55,40 @@ def compare_modules(
     seed: int = 0,
     join: int | None = None,
 ) -> NumericsReport:
-    """Train two modules side by side from the same seeds, and compare all tensors that they compute.
+    """Train two modules side by side from the same seeds, and compare all
+    tensors that they compute.
 
-    Every iteration compares outputs, loss, gradients of parameters and inputs, parameters after the optimizer's step,
-    and buffers; the first also compares the initial parameters and buffers. If neither side is compiled, it compares
-    outputs of submodules too, which locate the first difference and do not affect the outcome. Each side continues with
-    its parameters, so later iterations show how a difference grows.
+    Every iteration compares outputs, loss, gradients of parameters and inputs, parameters after the
+    optimizer's step, and buffers; the first also compares the initial parameters and buffers. If
+    neither side is compiled, it compares outputs of submodules too, which locate the first
+    difference and do not affect the outcome. Each side continues with its parameters, so later
+    iterations show how a difference grows.
 
-    The function trains copies (``copy.deepcopy``), so both arguments may be the same module, and restores generators
-    and settings at the end. It needs memory for a copy of each side, its optimizer state, and the tensors that both
-    compute in one iteration.
+    The function trains copies (``copy.deepcopy``), so both arguments may be the same module, and
+    restores generators and settings at the end. It needs memory for a copy of each side, its
+    optimizer state, and the tensors that both compute in one iteration.
 
     Args:
         base: the module that relative differences refer to.
         control: the module to compare with the base.
-        inputs: one tensor; a tuple of positional arguments; a mapping of keyword arguments; or a function from the
-            iteration to one of these. Each side gets a copy.
+        inputs: one tensor; a tuple of positional arguments; a mapping of keyword arguments; or a
+            function from the iteration to one of these. Each side gets a copy.
         iterations: number of iterations.
-        optimizer: function that makes an optimizer from the parameters that require gradients. The default is gradient
-            descent at rate 0.01 (Adam would turn the rounding error of a zero gradient into a full step).
-        loss: function that makes a scalar tensor from the output. The default is the mean squared distance of the
-            output's floating-point leaves to random numbers from the seed.
-        rtol: relative tolerance of floating-point and complex tensors; pass it together with ``atol``. The default is
-            that of ``torch.testing.assert_close`` for the dtype. Integers and dtypes must be equal.
+        optimizer: function that makes an optimizer from the parameters that require gradients. The
+            default is gradient descent at rate 0.01 (Adam would turn the rounding error of a zero
+            gradient into a full step).
+        loss: function that makes a scalar tensor from the output. The default is the mean squared
+            distance of the output's floating-point leaves to random numbers from the seed.
+        rtol: relative tolerance of floating-point and complex tensors; pass it together with
+            ``atol``. The default is that of ``torch.testing.assert_close`` for the dtype. Integers
+            and dtypes must be equal.
         atol: absolute tolerance: ``abs(base - control) <= atol + rtol * abs(base)``.
-        modules: fnmatch patterns for the names of submodules whose outputs are compared; () for none.
+        modules: fnmatch patterns for the names of submodules whose outputs
+            are compared; () for none.
         seed: seed of iteration 0; iteration i has seed + i.
-        join: dimension in which the outputs of a submodule's calls in one iteration are joined, such as that of the
-            tokens: one side computes them together, the other one by one. The default compares call by call.
+        join: dimension in which the outputs of a submodule's calls in one iteration are joined,
+            such as that of the tokens: one side computes them together, the other one by one. The
+            default compares call by call.
 
     Returns:
         The report; ``report.assert_close()`` raises if a tensor is beyond its tolerance.
@@ -90,7 +100,9 @@ def compare_modules(
 
     Examples:
         >>> layer = torch.nn.LayerNorm(8)
-        >>> report = compare_modules(layer, torch.nn.LayerNorm(8, eps=1e-3), torch.randn(4, 8), iterations=2)
+        >>> report = compare_modules(
+        ...     layer, torch.nn.LayerNorm(8, eps=1e-3), torch.randn(4, 8), iterations=2
+        ... )
         >>> report.equal, report.close, report.first.phase, report.first.name
         (False, False, 'output', 'output')
     """
@@ -98,7 +110,8 @@ def compare_modules(
     for name, module in (("base", base), ("control", control)):
         if not isinstance(module, nn.Module):
             raise TypeError(
-                f"{name} must be a torch.nn.Module; got {module!r}. Wrap a function in a module that calls it."
+                f"{name} must be a torch.nn.Module; got {module!r}. Wrap a function in a module "
+                "that calls it."
             )
     if type(iterations) is not int or iterations < 1:
         raise ValueError(f"iterations must be an integer >= 1; got {iterations!r}")
@@ -107,8 +120,12 @@ def compare_modules(
     given = None if rtol is None or atol is None else Tolerance(float(rtol), float(atol))
     is_lone = (rtol is None) != (atol is None)
     if is_lone or not all(0 <= tolerance < math.inf for tolerance in given or ()):
-        raise ValueError(f"rtol and atol must be given together, finite and not negative; got {rtol!r} and {atol!r}")
-    # copies made in inference mode cannot be trained; the second context restores flags and generators
+        raise ValueError(
+            f"rtol and atol must be given together, finite and not negative; got {rtol!r} and "
+            f"{atol!r}"
+        )
+    # copies made in inference mode cannot be trained; the second context
+    # restores flags and generators
     with torch.inference_mode(False), enforce_determinism(DeterminismSettings.choose()):
         has_compiled = _is_compiled(base) or _is_compiled(control)
         options: dict[str, Any] = {"loss": loss, "seed": seed, "join": join}
@@ -118,13 +135,14 @@ def compare_modules(
         control_side = _Side(label="control", module=_copy_of("control", control), **options)
         found: list[TensorComparison] = []
         for iteration in range(iterations):
-            call = _call_of(inputs, iteration)  # once for both sides, since it may draw random numbers
+            # once for both sides, since it may draw random numbers
+            call = _call_of(inputs, iteration)
             values = base_side.run(iteration, call), control_side.run(iteration, call)
             found += _compared(*values, iteration, given)
     if not any(comparison.decides for comparison in found):
         raise NothingComparedError(
-            "The modules have no parameters, buffers or outputs, so nothing was compared; both ran. Return what is to "
-            "be compared from their forward."
+            "The modules have no parameters, buffers or outputs, so nothing was compared; both "
+            "ran. Return what is to be compared from their forward."
         )
     note = "Outputs of submodules were not compared, since a side is compiled."
     return NumericsReport(
@@ -136,8 +154,12 @@ def compare_modules(
     )
 
 
-def _compared(base: Values, control: Values, iteration: int, given: Tolerance | None) -> Iterator[TensorComparison]:
-    """Yield the comparisons of an iteration in the order of the base; tensors of the control alone come last."""
+def _compared(
+    base: Values, control: Values, iteration: int, given: Tolerance | None
+) -> Iterator[TensorComparison]:
+    """Yield the comparisons of an iteration in the order of the base;
+    tensors of the control alone come last.
+    """
     order = [*PHASES]
     for phase, name in sorted({**base, **control}, key=lambda key: order.index(key[0])):
         one, other = base.get((phase, name)), control.get((phase, name))
@@ -146,9 +168,15 @@ def _compared(base: Values, control: Values, iteration: int, given: Tolerance | 
             continue
         kind: Kind = "extra" if one is None else "missing" if other is None else "structure"
         measured: dict[str, Any] = {"excess": math.inf}
-        if one is not None and other is not None and (one.shape, one.dtype) == (other.shape, other.dtype):
+        if (
+            one is not None
+            and other is not None
+            and (one.shape, one.dtype) == (other.shape, other.dtype)
+        ):
             # integers have to be equal, whatever the tolerance
-            rtol, atol = tolerance = given if given and epsilon(one.dtype) else default_tolerance(one.dtype)
+            rtol, atol = tolerance = (
+                given if given and epsilon(one.dtype) else default_tolerance(one.dtype)
+            )
             found = measure_saved(one, other, tolerance)
             kind = "content" if found.num_differing else "equal"
             measured = {"measure": found, "excess": found.excess, "rtol": rtol, "atol": atol}
@@ -156,7 +184,9 @@ def _compared(base: Values, control: Values, iteration: int, given: Tolerance | 
             side: None if value is None else f"{value.dtype} {list(value.shape)}"
             for side, value in (("base", one), ("control", other))
         }
-        yield TensorComparison(iteration=iteration, phase=phase, name=name, kind=kind, **sides, **measured)
+        yield TensorComparison(
+            iteration=iteration, phase=phase, name=name, kind=kind, **sides, **measured
+        )
 
 
 def compare_compiled(
@@ -169,8 +199,9 @@ def compare_compiled(
 ) -> NumericsReport:
     """Compare a module with the same module under ``torch.compile``, as ``compare_modules`` does.
 
-    A function that Dynamo falls back to eager for is an error, and ``notes`` gives the number of graphs. Inductor draws
-    random numbers from torch's generators, as eager code does (``fallback_random``).
+    A function that Dynamo falls back to eager for is an error, and ``notes`` gives the number of
+    graphs. Inductor draws random numbers from torch's generators, as eager code does
+    (``fallback_random``).
 
     Args:
         module: a module that is not compiled.
@@ -185,18 +216,24 @@ def compare_compiled(
         ModuleRunError, TypeError: see ``compare_modules``.
 
     Examples:
-        >>> compare_compiled(torch.nn.Linear(4, 2), torch.randn(3, 4), backend="eager", iterations=2).equal
+        >>> compare_compiled(
+        ...     torch.nn.Linear(4, 2), torch.randn(3, 4), backend="eager", iterations=2
+        ... ).equal
         True
     """
     if isinstance(module, nn.Module) and _is_compiled(module):
         raise ValueError(
-            f"the module is compiled already ({type(module).__name__}); give what was put into torch.compile, or "
-            "compare the two with compare_modules"
+            f"the module is compiled already ({type(module).__name__}); give what was put into "
+            "torch.compile, or compare the two with compare_modules"
         )
     if mode is not None and backend != "inductor":
         raise ValueError(f'mode={mode!r} is for backend="inductor"; {backend!r} takes none')
     is_inductor = backend == "inductor"
-    compile_graph = dynamo.inductor_with_mode()(mode, None, None) if is_inductor else dynamo.compiler_of()(backend)
+    compile_graph = (
+        dynamo.inductor_with_mode()(mode, None, None)
+        if is_inductor
+        else dynamo.compiler_of()(backend)
+    )
     num_graphs = 0
 
     # a function, so that copies of the compiled module share it
@@ -211,8 +248,9 @@ def compare_compiled(
         report = compare_modules(module, control, inputs, **options)
     if not num_graphs:
         raise NothingComparedError(
-            f"No compiled graph ran, so {type(module).__name__} was compared with itself. Is compiling disabled, or is "
-            "this a module that Dynamo leaves alone, such as nn.LSTM (torch._dynamo.config.allow_rnn)?"
+            f"No compiled graph ran, so {type(module).__name__} was compared with itself. Is "
+            "compiling disabled, or is this a module that Dynamo leaves alone, such as nn.LSTM "
+            "(torch._dynamo.config.allow_rnn)?"
         )
     note = f"{count(num_graphs, 'graph')} compiled by {getattr(backend, '__name__', backend)}"
     return replace(report, notes=(note, *report.notes))
@@ -237,16 +275,20 @@ class _Side:
         return f"{'compiled ' if _is_compiled(self.module) else ''}{kind.__name__}"
 
     def run(self, iteration: int, call: Any) -> Values:
-        """Run an iteration and return what it computed; raise ``ModuleRunError`` if the module raises."""
+        """Run an iteration and return what it computed; raise
+        ``ModuleRunError`` if the module raises.
+        """
         found: Values = {}
         try:
             with torch.enable_grad():
                 self._run(iteration, call, found)
         except Exception as error:  # a module may raise anything; the error names the side
-            lines = [line for line in str(error).splitlines() if line.strip()][:3]  # messages of Dynamo are long
+            # messages of Dynamo are long
+            lines = [line for line in str(error).splitlines() if line.strip()][:3]
             raise ModuleRunError(
-                f"The {self.label} ({self.description}) raised {type(error).__name__} in iteration {iteration}: "
-                f"{' '.join(lines)}\nBoth modules are as they were. Run it alone on the inputs of that iteration.",
+                f"The {self.label} ({self.description}) raised {type(error).__name__} in iteration "
+                f"{iteration}: {' '.join(lines)}\n"
+                "Both modules are as they were. Run it alone on the inputs of that iteration.",
                 self.label,
                 iteration,
             ) from error
@@ -268,18 +310,28 @@ class _Side:
                 value = torch.from_numpy(np.asarray(value))  # keeps double precision
             if isinstance(value, Tensor):
                 found["output", name] = _copied(name, value)
-        loss = _default_loss([value for _, value in leaves], seed) if self.loss is None else self.loss(output)
+        loss = (
+            _default_loss([value for _, value in leaves], seed)
+            if self.loss is None
+            else self.loss(output)
+        )
         if loss is not None:
             found["loss", "loss"] = _copied("loss", loss)
             if loss.requires_grad:
                 loss.backward()
         # in the order of the backward pass: an error in one layer spreads to all layers before it
         last_first = reversed([*self.module.named_parameters()])
-        named: list[tuple[str, Any]] = [(_plain_name(name), parameter) for name, parameter in last_first]
-        for name, leaf in chain(named, *(flatten(arguments, "input") for arguments in (args, kwargs))):
+        named: list[tuple[str, Any]] = [
+            (_plain_name(name), parameter) for name, parameter in last_first
+        ]
+        for name, leaf in chain(
+            named, *(flatten(arguments, "input") for arguments in (args, kwargs))
+        ):
             if isinstance(leaf, Tensor) and leaf.is_leaf and leaf.grad is not None:
                 found["gradient", name] = _copied(name, leaf.grad)
-        parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        parameters = [
+            parameter for parameter in self.module.parameters() if parameter.requires_grad
+        ]
         if self.optimizer is None and parameters:
             self.optimizer = self.make_optimizer(parameters)
         if self.optimizer is not None:
@@ -295,7 +347,8 @@ class _Side:
     def _submodules_into(self, found: Values) -> AbstractContextManager[Any]:
         """Return a context in which the outputs of submodules are added to ``found``.
 
-        The hook is global: hooks on a module would disable its fast path (``nn.TransformerEncoderLayer``).
+        The hook is global: hooks on a module would disable its fast path
+        (``nn.TransformerEncoderLayer``).
         """
         names = {
             id(part): name
@@ -306,24 +359,37 @@ class _Side:
 
         def add(module: nn.Module, _: Any, output: Any) -> None:
             if (name := names.get(id(module))) is not None:
-                call = f"{name} #{num_calls[name]}" if num_calls[name] and self.join is None else name
+                call = (
+                    f"{name} #{num_calls[name]}" if num_calls[name] and self.join is None else name
+                )
                 num_calls[name] += 1
                 for path, leaf in flatten(output, call):
                     if isinstance(leaf, Tensor):
-                        found["module", path] = self._joined(found.get(("module", path)), _copied(path, leaf))
+                        found["module", path] = self._joined(
+                            found.get(("module", path)), _copied(path, leaf)
+                        )
 
         return register_module_forward_hook(add) if names else nullcontext()
 
     def _joined(self, earlier: SavedTensor | None, later: SavedTensor) -> SavedTensor:
-        """Return what two calls of a submodule computed as one tensor, or the later if they do not fit together."""
+        """Return what two calls of a submodule computed as one tensor,
+        or the later if they do not fit together.
+        """
         num_dims = len(later.shape)
-        if earlier is None or self.join is None or earlier.dtype != later.dtype or len(earlier.shape) != num_dims:
+        if (
+            earlier is None
+            or self.join is None
+            or earlier.dtype != later.dtype
+            or len(earlier.shape) != num_dims
+        ):
             return later
         if not -num_dims <= self.join < num_dims:
             return later
         at = self.join % num_dims
         if any(
-            one != other for dim, (one, other) in enumerate(zip(earlier.shape, later.shape, strict=True)) if dim != at
+            one != other
+            for dim, (one, other) in enumerate(zip(earlier.shape, later.shape, strict=True))
+            if dim != at
         ):
             return later
         # the last dimension holds the bytes of an element
@@ -341,14 +407,15 @@ def _copy_of(label: str, module: nn.Module) -> nn.Module:
     """Return a trainable copy of a module, without gradients."""
     if any(dynamo.is_compiled_in_place(part) is not None for part in module.modules()):
         raise ValueError(
-            f"the {label} was compiled in place (Module.compile), which copy.deepcopy drops; give torch.compile(module)"
+            f"the {label} was compiled in place (Module.compile), which copy.deepcopy drops; give "
+            "torch.compile(module)"
         )
     try:
         copied = copy.deepcopy(module)
     except Exception as error:
         raise ValueError(
-            f"the {label} cannot be copied ({error}); compare modules that copy.deepcopy can copy: detach what a "
-            "forward pass left in their attributes"
+            f"the {label} cannot be copied ({error}); compare modules that copy.deepcopy can copy: "
+            "detach what a forward pass left in their attributes"
         ) from error
     copied.zero_grad(set_to_none=True)
     return copied
@@ -360,16 +427,24 @@ def _plain_name(name: str) -> str:
 
 
 def _default_loss(leaves: list[Any], seed: int) -> Tensor | None:
-    """Return the mean squared distance of floating-point and complex leaves to random numbers, or None without any.
+    """Return the mean squared distance of floating-point and complex leaves to random numbers,
+    or None without any.
 
-    The gradient of a sum is zero after a softmax, and that of a mean of squares after a normalisation.
+    The gradient of a sum is zero after a softmax, and that of a mean of
+    squares after a normalisation.
     """
     distances: list[Tensor] = []
     for index, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()) and leaf.numel():
+        if (
+            isinstance(leaf, Tensor)
+            and (leaf.is_floating_point() or leaf.is_complex())
+            and leaf.numel()
+        ):
             values = leaf if leaf.is_complex() or leaf.dtype.itemsize > 2 else leaf.float()
             generator = torch.Generator("cpu").manual_seed(seed * 1009 + index)
-            target = torch.randn(values.shape, generator=generator, dtype=torch.float32, device="cpu").to(values.device)
+            target = torch.randn(
+                values.shape, generator=generator, dtype=torch.float32, device="cpu"
+            ).to(values.device)
             distances.append((values - target).abs().square().mean())
     return torch.stack([one.to(distances[0]) for one in distances]).mean() if distances else None
 
@@ -385,5 +460,7 @@ def _call_of(inputs: Inputs, iteration: int) -> tuple[tuple[Any, ...], dict[str,
 def _copied(name: str, value: Tensor) -> SavedTensor:
     with torch.no_grad():
         if value.layout != torch.strided or value.is_meta or is_special(value):
-            raise TypeError(f"{name} is not an ordinary strided tensor with elements; compare its components")
+            raise TypeError(
+                f"{name} is not an ordinary strided tensor with elements; compare its components"
+            )
         return copy_bits(value.detach().resolve_conj().resolve_neg(), None)

@@ -11,7 +11,7 @@ from det_callbacks.digest.numbers import Measure, can_measure
 from det_callbacks.errors import DetCallbacksError
 from det_callbacks.report.console import Section, Table, to_text
 from det_callbacks.report.numerics import COLUMNS, measured, multiple_text, ulps_text
-from det_callbacks.runs.disk import replace_atomically
+from det_callbacks.runs.files import replace_atomically
 from det_callbacks.text import count
 from det_callbacks.verdict import as_json
 
@@ -36,23 +36,27 @@ class TensorComparison:
 
     Attributes:
         iteration: number of the iteration, counted from 0.
-        phase: "initial" (the state before the first iteration), "module" (the output of a submodule), "output", "loss",
-            "gradient", "parameter" or "buffer" (both after the optimizer's step).
+        phase: "initial" (the state before the first iteration), "module" (the output of a
+            submodule), "output", "loss", "gradient", "parameter" or "buffer" (both
+            after the optimizer's step).
         name: module, parameter, buffer, or path in the inputs or outputs ("output['logits']").
-        kind: "equal" (the same bits), "content" (different bits), "structure" (different shape or dtype), "missing"
-            (not in the control) or "extra" (only in the control).
+        kind: "equal" (the same bits), "content" (different bits), "structure" (different shape or
+            dtype), "missing" (not in the control) or "extra" (only in the control).
         base: dtype and shape, "float32 [4, 8]"; None if the base does not have it.
         control: the same for the control.
-        measure: the largest distances, ``ulp`` in units in the last place, ``relative`` and ``absolute``; None if the
-            elements cannot be matched.
+        measure: the largest distances, ``ulp`` in units in the last place, ``relative`` and
+            ``absolute``; None if the elements cannot be matched.
         rtol: relative tolerance.
         atol: absolute tolerance.
-        excess: the largest difference divided by its tolerance; infinite for a tolerance of 0, and without a distance:
-            a NaN or an infinity on one side, or a dtype whose numbers are not known.
+        excess: the largest difference divided by its tolerance; infinite for a tolerance of 0, and
+            without a distance: a NaN or an infinity on one side,
+            or a dtype whose numbers are not known.
 
     Examples:
         >>> layer = torch.nn.LayerNorm(8)
-        >>> worst = compare_modules(layer, torch.nn.LayerNorm(8, eps=1e-3), torch.ones(4, 8).cumsum(1)).worst
+        >>> worst = compare_modules(
+        ...     layer, torch.nn.LayerNorm(8, eps=1e-3), torch.ones(4, 8).cumsum(1)
+        ... ).worst
         >>> worst.kind, worst.equal, worst.close, worst.excess > 1
         ('content', False, False, True)
     """
@@ -89,7 +93,13 @@ class TensorComparison:
         if self.measure is not None:
             names = ("num_elements", "num_differing", "ulp", "relative", "absolute")
             content["measure"] = {name: getattr(self.measure, name) for name in names}
-        return as_json({**content, "close": self.close, "excess": self.excess if self.excess < math.inf else "inf"})
+        return as_json(
+            {
+                **content,
+                "close": self.close,
+                "excess": self.excess if self.excess < math.inf else "inf",
+            }
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +138,9 @@ class NumericsReport:
 
     @property
     def differing(self) -> tuple[TensorComparison, ...]:
-        """All tensors that differ, including outputs of submodules, in the order of the computation."""
+        """All tensors that differ, including outputs of submodules,
+        in the order of the computation.
+        """
         return tuple(found for found in self.comparisons if not found.equal)
 
     @property
@@ -138,17 +150,27 @@ class NumericsReport:
 
     @property
     def first(self) -> TensorComparison | None:
-        """The first tensor beyond tolerance or, if none is, the first that differs; includes submodules."""
+        """The first tensor beyond tolerance or, if none is, the first that differs;
+        includes submodules.
+        """
         found = self.differing if self.close else self.beyond
         return found[0] if found else None
 
     @property
     def worst(self) -> TensorComparison | None:
-        """The tensor with the largest multiple of its tolerance, or None if all are equal; excludes submodules."""
-        return max((found for found in self.differing if found.decides), key=lambda found: found.excess, default=None)
+        """The tensor with the largest multiple of its tolerance, or None if all are equal;
+        excludes submodules.
+        """
+        return max(
+            (found for found in self.differing if found.decides),
+            key=lambda found: found.excess,
+            default=None,
+        )
 
     def assert_close(self) -> None:
-        """Raise ``NumericsError``, an AssertionError with the report, unless all tensors are within tolerance."""
+        """Raise ``NumericsError``, an AssertionError with the report,
+        unless all tensors are within tolerance.
+        """
         if not self.close:
             raise NumericsError(str(self), self)
 
@@ -156,9 +178,15 @@ class NumericsReport:
         """Return plain data: the counts, and all differences."""
         return {
             "schema": 1,
-            **{name: getattr(self, name) for name in ("base", "control", "equal", "close", "num_iterations")},
+            **{
+                name: getattr(self, name)
+                for name in ("base", "control", "equal", "close", "num_iterations")
+            },
             "counts": {phase: counts for phase, counts, _ in _by_phase(self)},
-            **{name: one and one.to_dict() for name, one in (("first", self.first), ("worst", self.worst))},
+            **{
+                name: one and one.to_dict()
+                for name, one in (("first", self.first), ("worst", self.worst))
+            },
             "differing": [found.to_dict() for found in self.differing],
             "notes": list(self.notes),
         }
@@ -193,11 +221,19 @@ class NumericsError(DetCallbacksError, AssertionError):
 def _text(report: NumericsReport) -> str:
     title = "EQUAL" if report.equal else "WITHIN TOLERANCE" if report.close else "BEYOND TOLERANCE"
     deciding = [found for found in report.comparisons if found.decides]
-    others, beyond = sum(not found.equal for found in deciding), sum(not found.close for found in deciding)
+    others, beyond = (
+        sum(not found.equal for found in deciding),
+        sum(not found.close for found in deciding),
+    )
     sides = f"{report.control} against {report.base}, {count(report.num_iterations, 'iteration')}"
-    outcome = f"{others:,} with different bits, {beyond or 'none'} beyond the tolerance" if others else "all bits agree"
+    outcome = (
+        f"{others:,} with different bits, {beyond or 'none'} beyond the tolerance"
+        if others
+        else "all bits agree"
+    )
     lines = [f"{sides}: {count(len(deciding), 'tensor')} compared, {outcome}."]
-    named = {f"The first {'with different bits' if report.close else 'beyond its tolerance'}": report.first}
+    quality = "with different bits" if report.close else "beyond its tolerance"
+    named = {f"The first {quality}": report.first}
     named["The largest outside submodule outputs"] = report.worst
     for what, found in named.items():
         if found is not None:
@@ -207,13 +243,22 @@ def _text(report: NumericsReport) -> str:
     return to_text([head, Section(table=_summary(report)), Section(lines=report.notes)])
 
 
-def _by_phase(report: NumericsReport) -> Iterator[tuple[Phase, dict[str, int], list[TensorComparison]]]:
+def _by_phase(
+    report: NumericsReport,
+) -> Iterator[tuple[Phase, dict[str, int], list[TensorComparison]]]:
     """Yield each phase with its counts, and its tensors that differ."""
     for phase in PHASES:
         found = [one for one in report.comparisons if one.phase == phase]
-        differing, beyond = [one for one in found if not one.equal], sum(not one.close for one in found)
+        differing, beyond = (
+            [one for one in found if not one.equal],
+            sum(not one.close for one in found),
+        )
         if found:
-            yield phase, {"compared": len(found), "differing": len(differing), "beyond": beyond}, differing
+            yield (
+                phase,
+                {"compared": len(found), "differing": len(differing), "beyond": beyond},
+                differing,
+            )
 
 
 def _summary(report: NumericsReport) -> Table:
@@ -221,7 +266,11 @@ def _summary(report: NumericsReport) -> Table:
     for phase, counts, differing in _by_phase(report):
         cells, since = ["-"] * len(COLUMNS[1:]), "-"
         if differing:
-            known = [one.measure for one in differing if one.measure is not None and one.measure.ulp is not None]
+            known = [
+                one.measure
+                for one in differing
+                if one.measure is not None and one.measure.ulp is not None
+            ]
             largest: dict[str, Any] = {
                 name: max((getattr(one, name) for one in known), default=None)
                 for name in ("ulp", "relative", "absolute")
@@ -237,5 +286,9 @@ def _how(found: TensorComparison) -> str:
     if found.measure is None:
         return f"{found.base or 'missing'} in the base, {found.control or 'missing'} in the control"
     dtype = str(found.base).partition(" ")[0]
-    size = ulps_text(found.measure.ulp) if can_measure(dtype) else f"{dtype}, whose numbers are not known"
+    size = (
+        ulps_text(found.measure.ulp)
+        if can_measure(dtype)
+        else f"{dtype}, whose numbers are not known"
+    )
     return f"{size}, {multiple_text(found.excess)} x the tolerance"

@@ -19,9 +19,9 @@ from det_callbacks.errors import (
 from det_callbacks.internals.versions import newer_than_tested
 from det_callbacks.observers.observations import REGISTRY, Observations
 from det_callbacks.report.console import print_closing_line
-from det_callbacks.runs.place import remove_verification
-from det_callbacks.runs.replacement import settle
+from det_callbacks.runs.lock import settle
 from det_callbacks.runs.selection import Selection
+from det_callbacks.runs.store import remove_verification
 from det_callbacks.runs.writer import RunWriter
 from det_callbacks.settings import settings_in_force
 from det_callbacks.tensors.copies import TENSOR_BUDGET_MIB, TensorBudget, check_budget
@@ -38,8 +38,9 @@ _RECORDED_BY = "ObserverContext"
 class ObserverContext:
     """Record the observations of a ``with`` block as a run, or compare them with a recorded run.
 
-    It records observations (``observe`` and its companions) anywhere in the block, and ops only between
-    ``enable_hash_mode`` and ``disable_hash_mode``. It records one process: use a different name in each.
+    It records observations (``observe`` and its companions) anywhere in the block, and ops only
+    between ``enable_hash_mode`` and ``disable_hash_mode``. It records one process:
+    use a different name in each.
 
     Args:
         dump_dir: folder for runs.
@@ -48,7 +49,8 @@ class ObserverContext:
         raise_on_mismatch: raise at the end of the first step that differs. Otherwise the block ends
             with a ``DivergenceWarning``.
         overwrite: when recording, replace an existing run. Comparisons are always replaced.
-        tensor_budget_mib: when recording, MiB that ``observe_non_deterministic`` may save in a step.
+        tensor_budget_mib: when recording, MiB that
+            ``observe_non_deterministic`` may save in a step.
 
     Attributes:
         verdict: the Verdict of a comparison, or None before its end, and when recording.
@@ -57,7 +59,8 @@ class ObserverContext:
     Raises:
         ValueError: the name is not a valid folder name.
         TraceError: another observer is active, on entry.
-        RunExistsError, ReferenceNotFoundError, ReferenceFormatError: a run is in the way, missing or damaged.
+        RunExistsError, ReferenceNotFoundError, ReferenceFormatError: a run is in
+            the way, missing or damaged.
         RunInUseError, WriteError: the folder cannot be written.
         DivergenceError, NotComparableError: with ``raise_on_mismatch``; ``.verdict`` has the place.
         NothingComparedError: nothing was observed, or nothing was compared (at the end).
@@ -83,7 +86,8 @@ class ObserverContext:
     ) -> None:
         if not isinstance(name, str) or name in ("", ".", "..") or set(name) & set("/\\\0"):
             raise ValueError(
-                f"name={name!r} is not a valid folder name: use text without separators, and neither . nor .."
+                f"name={name!r} is not a valid folder name: use text without separators, and "
+                "neither . nor .."
             )
         self.path = Path(dump_dir) / name
         self.reference = None if reference is None else Path(reference)
@@ -93,7 +97,9 @@ class ObserverContext:
         self.verdict: Verdict | None = None
         self.mismatches: tuple[Divergence, ...] = ()
         self._recorder = Recorder(Selection())
-        self._observations = Observations(self._recorder, owner=f"the ObserverContext of {self.path}")
+        self._observations = Observations(
+            self._recorder, owner=f"the ObserverContext of {self.path}"
+        )
         self._state = "new"
         self._error: DivergenceError | None = None
         self._writer: RunWriter | None = None
@@ -103,7 +109,9 @@ class ObserverContext:
 
     def __enter__(self) -> Self:
         if self._state != "new":
-            raise TraceError(f"The ObserverContext of {self.path} was already entered: make a new one.")
+            raise TraceError(
+                f"The ObserverContext of {self.path} was already entered: make a new one."
+            )
         REGISTRY.activate(self._observations)
         try:
             self._open_files()
@@ -139,11 +147,17 @@ class ObserverContext:
             DivergenceError, NotComparableError: the step differs, and ``raise_on_mismatch`` is set.
         """
         if self._state != "open":
-            raise TraceError(f"The ObserverContext of {self.path} is not open: call this inside its with block.")
+            raise TraceError(
+                f"The ObserverContext of {self.path} is not open: call this inside its with block."
+            )
         if not self._step and not self._recorder.num_sites:
             return
         self._end_step(is_last=False)
-        if self.raise_on_mismatch and self._verification is not None and self._verification.has_divergence:
+        if (
+            self.raise_on_mismatch
+            and self._verification is not None
+            and self._verification.has_divergence
+        ):
             self._finish(is_early=True)
         self._step += 1
         self._begin_step()
@@ -158,7 +172,9 @@ class ObserverContext:
             "recorded_by": _RECORDED_BY,
         }
         if self.reference is None:
-            self._writer = writer = RunWriter.create(self.path, manifest=manifest, overwrite=self.overwrite)
+            self._writer = writer = RunWriter.create(
+                self.path, manifest=manifest, overwrite=self.overwrite
+            )
             saving = StepWriter(writer.stream, REPLAY, run_id=writer.manifest.run_id)
             self._replay = Replay(saving, TensorBudget(self.tensor_budget_mib))
             return
@@ -166,8 +182,9 @@ class ObserverContext:
         run = open_reference(self.reference, steps="all")
         if run.manifest.recorded_by != _RECORDED_BY:
             raise ReferenceFormatError(
-                f"A Trainer's DeterminismCallback recorded {self.reference}, which has no observations to compare. "
-                "Verify it with DeterminismCallback, or record a reference with ObserverContext.",
+                f"A Trainer's DeterminismCallback recorded {self.reference}, which has no "
+                "observations to compare. Verify it with DeterminismCallback, or record a "
+                "reference with ObserverContext.",
                 str(self.reference),
             )
         self._verification = Verification(run, self.path, manifest=manifest)
@@ -207,8 +224,8 @@ class ObserverContext:
         if self._verification is None:
             if not self._num_sites:
                 raise NothingComparedError(
-                    f"Nothing was observed, so {self.path} records nothing. Call observe inside the block, or "
-                    "enable_hash_mode before the code to record."
+                    f"Nothing was observed, so {self.path} records nothing. Call observe inside "
+                    "the block, or enable_hash_mode before the code to record."
                 )
             self._leave(complete=True)
             return
@@ -223,8 +240,8 @@ class ObserverContext:
             self.mismatches = (verdict.first_divergence,)  # step that only one run has
         text = (
             f"{self.path} does not match the reference {self.reference}. {verdict.explanation} "
-            f"{verdict.counts.sites_differing} of {verdict.counts.sites_compared} compared sites differ; "
-            f"see {self.path / 'verdict.json'}."
+            f"{verdict.counts.sites_differing} of {verdict.counts.sites_compared} compared sites "
+            f"differ; see {self.path / 'verdict.json'}."
         )
         if not self.raise_on_mismatch:
             warnings.warn(text, DivergenceWarning, stacklevel=3)

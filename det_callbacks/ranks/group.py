@@ -17,12 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from det_callbacks.digest.state import digest_state
+from det_callbacks.digest.components import digest_state
 from det_callbacks.errors import RankError, SettingsError
 from det_callbacks.internals.torch import default_store, without_dispatch
-from det_callbacks.runs.disk import writing
-from det_callbacks.runs.files import MANIFEST
-from det_callbacks.runs.peers import END_OF_FIT, Peers
+from det_callbacks.runs.files import MANIFEST, writing
+from det_callbacks.runs.lock import END_OF_FIT, Peers
 from det_callbacks.text import at_most, ranks_text
 
 SYNC_EVERY_N_STEPS = 10
@@ -34,7 +33,15 @@ Place = Literal["step", "between", "end", "gone"]
 _MAX_NAMED = 5
 
 _ALIKE = (
-    *("settings.", "python.", "numpy.", "lightning.", "pytorch_lightning.", "det_callbacks.", "triton."),
+    *(
+        "settings.",
+        "python.",
+        "numpy.",
+        "lightning.",
+        "pytorch_lightning.",
+        "det_callbacks.",
+        "triton.",
+    ),
     *("trainer.", "torch.", "code.git_commit"),
 )
 """Prefixes of environment entries that must be equal on all ranks."""
@@ -54,7 +61,8 @@ class RankGroup(Peers):
 
     # Ranks wait this long for each other, since a rank may load, save or redraw batches.
     timeout_seconds = 1800.0
-    # A rank at the end waits this long for a rank in a step, which may hang in the training's collective.
+    # A rank at the end waits this long for a rank in a step, which may hang in
+    # the training's collective.
     end_seconds = 30.0
 
     def __init__(self) -> None:
@@ -70,8 +78,8 @@ class RankGroup(Peers):
     def open(self, world_size: int | None = None) -> "RankGroup":
         """Open a group of this many processes (None: all of torch.distributed), and return it.
 
-        This is a collective of the default group, so call it before anything that can fail on a single
-        rank.
+        This is a collective of the default group, so call it before anything that
+        can fail on a single rank.
         """
         self.close()
         known = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -80,12 +88,14 @@ class RankGroup(Peers):
             return self
         if known != self.world_size:
             raise RankError(
-                f"This run has {self.world_size} processes, but torch.distributed has {known}, so the processes "
-                "cannot exchange results. Use a strategy based on torch.distributed, such as ddp, or "
-                "devices=1."
+                f"This run has {self.world_size} processes, but torch.distributed has {known}, so "
+                "the processes cannot exchange results. Use a strategy based on torch.distributed, "
+                "such as ddp, or devices=1."
             )
         self.rank = dist.get_rank()
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_seconds))
+        self._group = dist.new_group(
+            backend="gloo", timeout=timedelta(seconds=self.timeout_seconds)
+        )
         self._places = PrefixStore(f"det_callbacks/{self._group.group_name}", default_store())
         self.set_place("between")
         return self
@@ -107,10 +117,11 @@ class RankGroup(Peers):
             self._place = place
 
     def gather(self, action: Callable[[], Any], *, task: str) -> list[Any]:
-        """Run an action on every rank; return its results (plain data) by rank, or raise on every rank.
+        """Run an action on every rank; return its results (plain data) by rank,
+        or raise on every rank.
 
-        A rank whose action failed raises its error; the others raise ``RankError`` with that message and
-        exit code. All ranks must call it with the same task.
+        A rank whose action failed raises its error; the others raise ``RankError`` with that
+        message and exit code. All ranks must call it with the same task.
         """
         if self.world_size == 1:
             return [action()]
@@ -120,7 +131,10 @@ class RankGroup(Peers):
         except Exception as caught:  # noqa: BLE001  # tell the others first
             error, failure = caught, f"{type(caught).__name__}: {caught}"
         if self._group is None:
-            raise RankError(f"The group of the {self.world_size} processes is closed, so they cannot agree in {task}.")
+            raise RankError(
+                f"The group of the {self.world_size} processes is closed, so they cannot agree in "
+                f"{task}."
+            )
         rows: list[Any] = [None] * self.world_size
         try:
             if task == END_OF_FIT:
@@ -131,8 +145,9 @@ class RankGroup(Peers):
         except RuntimeError as gone:  # gloo: a timeout or a closed connection
             raise RankError(
                 f"Rank {self.rank} of {self.world_size} did not hear from all others within "
-                f"{self.timeout_seconds:.0f} seconds, or one of them ended, in {task}: {str(gone).splitlines()[0]}. "
-                "Check the output of the other ranks: one raised, was killed, or left the training early."
+                f"{self.timeout_seconds:.0f} seconds, or one of them ended, in {task}: "
+                f"{str(gone).splitlines()[0]}. Check the output of the other ranks: one raised, "
+                "was killed, or left the training early."
             ) from gone
         if error is not None:
             raise error
@@ -142,9 +157,9 @@ class RankGroup(Peers):
                 raise RankError(f"Rank {rank} failed in {at}, {stops}: {text}", rank, exit_code)
             if at != task:
                 raise RankError(
-                    f"Rank {self.rank} of {self.world_size} is at {task}, but rank {rank} at {at}, most likely because "
-                    "a rank has fewer batches or stopped early. Give all ranks the same number of steps, and stop them "
-                    "together.",
+                    f"Rank {self.rank} of {self.world_size} is at {task}, but rank {rank} at {at}, "
+                    "most likely because a rank has fewer batches or stopped early. Give all ranks "
+                    "the same number of steps, and stop them together.",
                     rank,
                 )
         return [found for _, found, _, _ in rows]
@@ -169,13 +184,16 @@ class RankGroup(Peers):
         for rank, (sees_it, host) in enumerate(seen):
             if not sees_it:
                 raise RankError(
-                    f"Rank {rank} on {host} does not see the folder {folder}, which rank 0 made on {seen[0][1]}, but "
-                    "all processes of a run write into one folder. Nothing was trained. Pass a folder on a file system "
-                    "that the nodes share at the same path, or record the processes of one node only.",
+                    f"Rank {rank} on {host} does not see the folder {folder}, which rank 0 made on "
+                    f"{seen[0][1]}, but all processes of a run write into one folder. Nothing was "
+                    "trained. Pass a folder on a file system that the nodes share at the same "
+                    "path, or record the processes of one node only.",
                     rank,
                 )
 
-    def stops_after(self, step: int, *, differs: bool, may_stop: bool, asks_now: bool = False) -> bool:
+    def stops_after(
+        self, step: int, *, differs: bool, may_stop: bool, asks_now: bool = False
+    ) -> bool:
         """Return whether all ranks stop now because a step differed on any of them.
 
         ``may_stop`` and ``asks_now`` must be equal on all ranks.
@@ -199,14 +217,17 @@ class RankGroup(Peers):
             if "gone" in places:
                 why = f"rank {places.index('gone')} has left"
             elif now - last_without_step > self.end_seconds:
-                why = f"rank {places.index('step')} is in a training step, for {self.end_seconds:.0f} seconds"
+                why = (
+                    f"rank {places.index('step')} is in a training step, for "
+                    f"{self.end_seconds:.0f} seconds"
+                )
             elif now - begun > self.timeout_seconds:
                 why = f"not all others reached the end within {self.timeout_seconds:.0f} seconds"
             if why:
                 raise RankError(
-                    f"Rank {self.rank} of {self.world_size} has finished its training, but {why}: a rank got fewer "
-                    "batches, stopped early, or failed. Give all ranks the same number of steps, and stop "
-                    "them together."
+                    f"Rank {self.rank} of {self.world_size} has finished its training, but {why}: "
+                    "a rank got fewer batches, stopped early, or failed. Give all ranks the same "
+                    "number of steps, and stop them together."
                 )
             sleep(pause := min(2 * pause, 0.5))
 
@@ -220,25 +241,34 @@ def by_majority(values: Mapping[int, Value]) -> list[tuple[Value, tuple[int, ...
     return sorted(found, key=lambda one: (-len(one[1]), one[1]))
 
 
-def require_same_start(group: Peers, manifest: Mapping[str, Any], weights: Mapping[str, Tensor] | None) -> None:
+def require_same_start(
+    group: Peers, manifest: Mapping[str, Any], weights: Mapping[str, Tensor] | None
+) -> None:
     """Raise ``SettingsError`` on all ranks if their starts differ; it names the minority."""
     if group.world_size == 1:
         return
     digests = {} if weights is None else digest_state(weights).tensors
-    facts = start_facts(manifest) | {f"weights of {name}": digest for name, digest in digests.items()}
+    facts = start_facts(manifest) | {
+        f"weights of {name}": digest for name, digest in digests.items()
+    }
     told = group.gather(lambda: facts, task="comparing how the ranks start")
     names = sorted({name for facts in told for name in facts})
     problems = []
     for name in names:
-        values = {rank: json.dumps(facts.get(name), sort_keys=True) for rank, facts in enumerate(told)}
+        values = {
+            rank: json.dumps(facts.get(name), sort_keys=True) for rank, facts in enumerate(told)
+        }
         (value, ranks), *others = by_majority(values)
         if others:
-            shown = ", ".join(f"{other} on {ranks_text(held)}" for other, held in others[:_MAX_NAMED])
+            shown = ", ".join(
+                f"{other} on {ranks_text(held)}" for other, held in others[:_MAX_NAMED]
+            )
             problems.append(f"{name} is {shown}, but {value} on {ranks_text(ranks)}")
     if problems:
         raise SettingsError(
-            f"The {len(told)} processes of this run start differently: {'; '.join(at_most(_MAX_NAMED, problems))}. "
-            f"Nothing was trained; {len(names) - len(problems)} other entries agree. Give all processes the same code, "
+            f"The {len(told)} processes of this run start differently: "
+            f"{'; '.join(at_most(_MAX_NAMED, problems))}. Nothing was trained; "
+            f"{len(names) - len(problems)} other entries agree. Give all processes the same code, "
             "packages, settings and weights; only seeds and data may differ."
         )
 
@@ -252,4 +282,8 @@ def start_facts(manifest: Mapping[str, Any]) -> dict[str, Any]:
         if entry["changes_bits"] or not name.startswith("settings.")
     }
     selection = {f"selection.{name}": value for name, value in manifest["selection"].items()}
-    return {**facts, **selection, **{name: manifest.get(name, ()) for name in ("replay", "keep_tensors")}}
+    return {
+        **facts,
+        **selection,
+        **{name: manifest.get(name, ()) for name in ("replay", "keep_tensors")},
+    }

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from det_callbacks.digest.components import digest_state
 from det_callbacks.digest.host import digest_bytes
-from det_callbacks.digest.state import digest_state
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import DetCallbacksError, NothingComparedError
 from det_callbacks.ranks.group import RankGroup, by_majority
-from det_callbacks.trace.op.components import holds_data
-from det_callbacks.trace.state.walker import states_of_parameters
+from det_callbacks.trace.components import holds_data
+from det_callbacks.trace.leaves import states_of_parameters
 
 Ranks = tuple[int, ...]
 
@@ -36,12 +36,14 @@ class ReplicaDifference:
 
     Attributes:
         name: parameter, buffer or optimizer state, such as "exp_avg of net.head.weight".
-        values: each value with its ``digest`` (16 hexadecimal digits), its ``layout`` ("float32 [64, 768]") and the
-            ``ranks`` that have it; most ranks first, then the lowest rank.
+        values: each value with its ``digest`` (16 hexadecimal digits), its ``layout`` ("float32
+            [64, 768]") and the ``ranks`` that have it; most ranks first, then the lowest rank.
 
     Examples:
         >>> from det_callbacks.ranks.replicas import ReplicaValue
-        >>> majority = ReplicaValue(digest="535596f4196671ab", layout="float32 [2]", ranks=(0, 2, 3))
+        >>> majority = ReplicaValue(
+        ...     digest="535596f4196671ab", layout="float32 [2]", ranks=(0, 2, 3)
+        ... )
         >>> other = ReplicaValue(digest="5775e421b7689c50", layout="float32 [2]", ranks=(1,))
         >>> ReplicaDifference(name="net.bias", values=(majority, other)).is_tie
         False
@@ -69,7 +71,14 @@ class ReplicaReport:
         differences: the tensors that differ; a sharded tensor has one entry for each shard.
 
     Examples:
-        >>> ReplicaReport(step=99, last_agreement=99, world_size=2, num_compared=12, left_out={}, differences=()).equal
+        >>> ReplicaReport(
+        ...     step=99,
+        ...     last_agreement=99,
+        ...     world_size=2,
+        ...     num_compared=12,
+        ...     left_out={},
+        ...     differences=(),
+        ... ).equal
         True
     """
 
@@ -105,7 +114,8 @@ class ReplicaError(DetCallbacksError):
 class ReplicatedState(NamedTuple):
     """The state of this rank that must be equal on several ranks."""
 
-    tensors: dict[str, tuple[Tensor | bool | int | float, Ranks]]  # value, and the ranks that hold it
+    # value, and the ranks that hold it
+    tensors: dict[str, tuple[Tensor | bool | int | float, Ranks]]
     left_out: Counter[str]  # reason -> number of tensors not compared
 
 
@@ -138,8 +148,8 @@ def replicated_state(
 ) -> ReplicatedState:
     """Return the parameters, buffers and optimizer state that must be equal, without reading them.
 
-    Each rank of ``everybody`` has a replica of unsharded tensors. Running statistics are included only for
-    ``SyncBatchNorm``.
+    Each rank of ``everybody`` has a replica of unsharded tensors. Running statistics are included
+    only for ``SyncBatchNorm``.
     """
     everyone = tuple(sorted(everybody))
     tensors, left_out = state = ReplicatedState({}, Counter())
@@ -163,7 +173,9 @@ def replicated_state(
         names[id(one)] = name
         holders = "ignored by DDP" if name in ddp_ignores else holders_of(one, everyone)
         reasons[id(one)] = add(name, one, holders)
-    synchronised = {name for name, child in module.named_modules() if isinstance(child, nn.SyncBatchNorm)}
+    synchronised = {
+        name for name, child in module.named_modules() if isinstance(child, nn.SyncBatchNorm)
+    }
     for name, buffer in module.named_buffers():
         owner, _, last = name.rpartition(".")
         reason = None
@@ -181,7 +193,11 @@ def replicated_state(
 
 
 def compare_replicas(
-    group: RankGroup, find: Callable[[], ReplicatedState], *, step: int, last_agreement: int | None = None
+    group: RankGroup,
+    find: Callable[[], ReplicatedState],
+    *,
+    step: int,
+    last_agreement: int | None = None,
 ) -> ReplicaReport:
     """Compare the state of all ranks, which must be at the same step.
 
@@ -199,26 +215,32 @@ def compare_replicas(
             held.append((name, known.tensors[name], known.layouts[name], holders))
             by_holders.setdefault(holders, []).append(held[-1])
         has_parameter = any(isinstance(value, nn.Parameter) for value, _ in state.tensors.values())
-        digests = {holders: digest_bytes(repr(rows).encode()) for holders, rows in by_holders.items()}
+        digests = {
+            holders: digest_bytes(repr(rows).encode()) for holders, rows in by_holders.items()
+        }
         return has_parameter, digests
 
     task = f"the audit of the replicas after step {step}"
     told = group.gather(look, task=task)
     if not any(has_parameter for has_parameter, _ in told):
         raise NothingComparedError(
-            f"No parameter has a replica on another of the {group.world_size} ranks, so nothing can be compared. Use a "
-            "strategy with replicas (ddp, or a mesh with a replicated dimension), or compare runs with "
-            "DeterminismCallback."
+            f"No parameter has a replica on another of the {group.world_size} ranks, so nothing "
+            "can be compared. Use a strategy with replicas (ddp, or a mesh with a replicated "
+            "dimension), or compare runs with DeterminismCallback."
         )
     differences: list[ReplicaDifference] = []
     sets = {holders for _, digests in told for holders in digests}
     if any(len({told[rank][1].get(holders) for rank in holders}) > 1 for holders in sets):
         rows = group.gather(lambda: held, task=task)
         values = [{name: (digest, layout) for name, digest, layout, _ in row} for row in rows]
-        for name, holders in dict.fromkeys((name, holders) for row in rows for name, _, _, holders in row):
+        for name, holders in dict.fromkeys(
+            (name, holders) for row in rows for name, _, _, holders in row
+        ):
             found = by_majority({rank: values[rank].get(name, (None, None)) for rank in holders})
             if len(found) > 1:
-                shown = tuple(ReplicaValue(digest=one[0], layout=one[1], ranks=ranks) for one, ranks in found)
+                shown = tuple(
+                    ReplicaValue(digest=one[0], layout=one[1], ranks=ranks) for one, ranks in found
+                )
                 differences.append(ReplicaDifference(name=name, values=shown))
     return ReplicaReport(
         step=step,

@@ -46,7 +46,11 @@ def recorded_line(
     match = "matches the one" if num_agreed == 1 else "match those"
     agreed = f"{count(num_agreed, 'step')} {match} already recorded; " if num_agreed else ""
     parts = [
-        f"{agreed}recorded {count(num_steps, 'step' if num_agreed is None else 'new step')}{_of_ranks(num_ranks)}",
+        (
+            f"{agreed}recorded "
+            f"{count(num_steps, 'step' if num_agreed is None else 'new step')}"
+            f"{_of_ranks(num_ranks)}"
+        ),
         f"{count(num_sites, 'site')} at level {level}{f' ({recorder})' if recorder else ''}",
         *([count(num_metrics, "metric")] if num_metrics else []),
         f"{size(num_bytes)} of digests{_replayed(saved, 'saved for replay')}",
@@ -54,9 +58,15 @@ def recorded_line(
     ]
     if kept is not None:
         parts[-1] += f"; kept {count(kept.num_tensors, 'tensor')} ({size(kept.num_bytes)}"
-        parts[-1] += f", {kept.num_sampled:,} of them by a sample of their elements)" if kept.num_sampled else ")"
+        parts[-1] += (
+            f", {kept.num_sampled:,} of them by a sample of their elements)"
+            if kept.num_sampled
+            else ")"
+        )
         if kept.num_missing:
-            parts[-1] += f"; did NOT keep the tensors of {count(kept.num_missing, 'call')} {kept.reason}"
+            parts[-1] += (
+                f"; did NOT keep the tensors of {count(kept.num_missing, 'call')} {kept.reason}"
+            )
     return f"det_callbacks: {', '.join(parts)}"
 
 
@@ -66,64 +76,103 @@ def recorded_call_line(call: str, *, path: str, num_metrics: int) -> str:
 
 
 def nothing_recorded_text(*, path: Path, selected: str, is_resumed: bool) -> str:
-    """Return the error of a fit without a recorded step; ``selected`` is "" if all steps are recorded."""
+    """Return the error of a fit without a recorded step; ``selected`` is ""
+    if all steps are recorded.
+    """
     if is_resumed:
-        done = f"The checkpoint is from a finished run, so there was no step to train, and {path} is unchanged"
+        done = (
+            f"The checkpoint is from a finished run, so there was no step to train, and {path} is "
+            "unchanged"
+        )
         return f"{done}. Resume from an earlier checkpoint, or train longer."
     if not selected:
-        return f"The fit had no step, so nothing was recorded in {path}. Check that its loader returns batches."
+        return (
+            f"The fit had no step, so nothing was recorded in {path}. Check that its loader "
+            "returns batches."
+        )
     return (
-        f"The fit recorded nothing in {path}, because it ran no step that {selected} selects. Select a step that the "
-        "fit reaches."
+        f"The fit recorded nothing in {path}, because it ran no step that {selected} selects. "
+        "Select a step that the fit reaches."
     )
 
 
-def after_last_update(*, num_batches: int, num_calls: int, num_backwards: int, model: str, optimizers: str) -> str:
-    """Return the end of a followed training, after its last update; 0 batches if it has no loader."""
+def after_last_update(
+    *, num_batches: int, num_calls: int, num_backwards: int, model: str, optimizers: str
+) -> str:
+    """Return the end of a followed training, after its last update;
+    0 batches if it has no loader.
+    """
     if num_batches:
         what = "the last batch" if num_batches == 1 else f"the last {num_batches:,} batches"
     elif num_calls:
-        what = f"the last call of {model}" if num_calls == 1 else f"the last {num_calls:,} calls of {model}"
+        what = (
+            f"the last call of {model}"
+            if num_calls == 1
+            else f"the last {num_calls:,} calls of {model}"
+        )
     else:
-        what = "the last backward()" if num_backwards == 1 else f"the last {num_backwards:,} calls of backward()"
+        what = (
+            "the last backward()"
+            if num_backwards == 1
+            else f"the last {num_backwards:,} calls of backward()"
+        )
     return f"{what}, after which {optimizers} did not step"
 
 
 def unrecorded_updates(updates: Mapping[str, int], *, num_iterations: int | None = None) -> str:
-    """Return updates that no step holds; ``num_iterations`` counts their iterations if these were the first."""
+    """Return updates that no step holds; ``num_iterations`` counts their
+    iterations if these were the first.
+    """
     steps = listed([f"{count(number, 'step')} of {name}" for name, number in updates.items()])
     if num_iterations is None:
         return f"{steps}, before which no module with their parameters was called"
-    which = "the first iteration" if num_iterations == 1 else f"the first {num_iterations:,} iterations"
+    which = (
+        "the first iteration" if num_iterations == 1 else f"the first {num_iterations:,} iterations"
+    )
     return f"{which} of the loop ({steps}), since no module with the parameters was called before"
 
 
 def verified_line(verdict: Verdict, *, level: str, report: Path | None = None) -> str:
     number = verdict.counts.sites_differing
-    differing = f", {count(number, 'site')} differing" if verdict.counts.sites_compared else f", {number} differing"
+    differing = (
+        f", {count(number, 'site')} differing"
+        if verdict.counts.sites_compared
+        else f", {number} differing"
+    )
     shown = "" if report is None else f"; report: {report}"
     resumed = ""
     if verdict.resume is not None and verdict.resume.how == "found":
         resumed = f" from step {verdict.resume.step} on, where it resumed (by its state)"
     return (
-        f"det_callbacks: {verdict.verdict}: verified {_compared(verdict, level)}{resumed}{differing * bool(number)}"
-        f"{_replayed(verdict.coverage.replayed, 'replayed')}, against {verdict.reference}"
-        f" (verdict{' and diverging steps' * (verdict.verdict != 'match')}: {verdict.current}{shown})"
+        f"det_callbacks: {verdict.verdict}: verified "
+        f"{_compared(verdict, level)}{resumed}{differing * bool(number)}"
+        f"{_replayed(verdict.coverage.replayed, 'replayed')}, against {verdict.reference} "
+        f"(verdict{' and diverging steps' * (verdict.verdict != 'match')}: "
+        f"{verdict.current}{shown})"
     )
 
 
 def waiting_line(verdict: Verdict, *, stages: Sequence[str], num_ended: int, level: str) -> str:
-    """Return the line of a fit that matches while the reference has more parts, so there is no verdict yet."""
+    """Return the line of a fit that matches while the reference has more parts,
+    so there is no verdict yet.
+    """
     return (
-        f"det_callbacks: part {num_ended} ({stages[num_ended - 1]}) of {len(stages)} matches {verdict.reference}: "
-        f"verified {_compared(verdict, level)}; the verdict follows after the last part"
+        f"det_callbacks: part {num_ended} ({stages[num_ended - 1]}) of {len(stages)} matches "
+        f"{verdict.reference}: verified {_compared(verdict, level)}; the verdict follows after the "
+        "last part"
     )
 
 
 def unfinished_text(verdict: Verdict, *, stages: Sequence[str], num_ended: int) -> str:
     """Return the error of a process that ended before all parts of the reference ran."""
-    parts = f"{num_ended} of the {len(stages)} parts ({', '.join(stages)}) of the reference {verdict.reference}"
-    todo = 'Run the other parts with the same callback, or compare the parts that both runs have with steps="common".'
+    parts = (
+        f"{num_ended} of the {len(stages)} parts ({', '.join(stages)}) of the reference "
+        f"{verdict.reference}"
+    )
+    todo = (
+        "Run the other parts with the same callback, or compare the parts that both runs have with "
+        'steps="common".'
+    )
     return f"{verdict.verdict}: this process ended after {parts}. {verdict.explanation} {todo}"
 
 
@@ -153,13 +202,23 @@ def _replayed(replayed: Mapping[str, Any], done: str) -> str:
 
 
 def audit_line(report: AuditReport, *, folder: Path, missed: Sequence[int] = ()) -> str:
-    """Return the closing line of an audit; ``missed`` are requested steps that the training did not reach."""
-    what = f"audited {count(len(report.steps), 'step')}, ran {count(report.num_compared, 'op')} twice"
-    what += f"; did not reach {count(len(missed), 'step')} ({listed(map(str, missed))})" if missed else ""
+    """Return the closing line of an audit; ``missed`` are requested steps that
+    the training did not reach.
+    """
+    what = (
+        f"audited {count(len(report.steps), 'step')}, ran {count(report.num_compared, 'op')} twice"
+    )
+    what += (
+        f"; did not reach {count(len(missed), 'step')} ({listed(map(str, missed))})"
+        if missed
+        else ""
+    )
     if not report.findings:
         return f"det_callbacks: every op repeated its bits: {what} (in {folder})"
     ops = count(len(report.findings), "op")
-    return f"det_callbacks: {ops} gave different bits: {what} (audit.json and replay.yaml: {folder})"
+    return (
+        f"det_callbacks: {ops} gave different bits: {what} (audit.json and replay.yaml: {folder})"
+    )
 
 
 def audit_lines(report: AuditReport, *, replay: Path) -> str:
@@ -167,14 +226,32 @@ def audit_lines(report: AuditReport, *, replay: Path) -> str:
     columns = ("judgement", "phase", "module", "op", "steps", "elements", "ULPs", "source")
     rows = []
     for found in report.findings:
-        ulps, source = "" if found.max_ulps is None else found.max_ulps, next(iter(found.source), "")
+        ulps, source = (
+            "" if found.max_ulps is None else found.max_ulps,
+            next(iter(found.source), ""),
+        )
         place = found.judgement, found.phase, found.module, found.op
-        rows.append((*place, ", ".join(at_most(4, [*map(str, found.steps)])), found.num_differing, ulps, source))
-    use = f"or record and verify with replay={str(replay)!r}, which saves and restores their outputs."
-    advice = [f"Make these ops deterministic (see det-callbacks ops), {use}"] if report.replay else []
+        rows.append(
+            (
+                *place,
+                ", ".join(at_most(4, [*map(str, found.steps)])),
+                found.num_differing,
+                ulps,
+                source,
+            )
+        )
+    use = (
+        f"or record and verify with replay={str(replay)!r}, which saves and restores their outputs."
+    )
+    advice = (
+        [f"Make these ops deterministic (see det-callbacks ops), {use}"] if report.replay else []
+    )
     if any(found.judgement == "transient" for found in report.findings):
         advice += ["Transient: one of the three runs of a call differed. Check the hardware first."]
-    begin = f"{count(len(report.findings), 'op')} gave different bits from the same inputs when run again."
+    begin = (
+        f"{count(len(report.findings), 'op')} gave different bits from the same inputs when run "
+        "again."
+    )
     table = Table(columns=columns, rows=rows, limit=MAX_FINDINGS)
     return to_text([Section(lines=[begin]), Section(table=table), Section(lines=advice)])
 
@@ -183,21 +260,26 @@ def replicas_text(report: "ReplicaReport") -> str:
     """Return how replicas differ, since when, and what to do."""
     num_names, last = len({found.name for found in report.differences}), report.last_agreement
     agreed = "This was the first audit." if last is None else f"They last agreed {_when(last)}."
-    differences = "\n".join(f"  {line}" for line in at_most(MAX_DIFFERENCES, [*map(_difference, report.differences)]))
+    differences = "\n".join(
+        f"  {line}" for line in at_most(MAX_DIFFERENCES, [*map(_difference, report.differences)])
+    )
     return (
         f"The replicas of this run differ {_when(report.step)}: {count(num_names, 'tensor')} on "
-        f"{report.world_size} ranks. {agreed}\n\n{differences}\n\n"
-        f"Compared: {count(report.num_compared, 'tensor')} of this rank{_left_out(report.left_out)}.\n"
-        "To find the op, record with DeterminismCallback and verify. To exclude tensors "
-        "that should differ, pass ReplicaAuditCallback(ignore=[...])."
+        f"{report.world_size} ranks. {agreed}\n\n"
+        f"{differences}\n\n"
+        f"Compared: {count(report.num_compared, 'tensor')} of this "
+        f"rank{_left_out(report.left_out)}.\n"
+        "To find the op, record with DeterminismCallback and verify. To exclude tensors that "
+        "should differ, pass ReplicaAuditCallback(ignore=[...])."
     )
 
 
 def replicas_line(report: "ReplicaReport", *, num_audits: int, has_differed: bool) -> str:
     verb = ("agree again" if has_differed else "agree") if report.equal else "differ"
     return (
-        f"det_callbacks: replicas {verb}: {count(num_audits, 'audit')} of {count(report.num_compared, 'tensor')} on "
-        f"{report.world_size} ranks, the last {_when(report.step)}{_left_out(report.left_out)}"
+        f"det_callbacks: replicas {verb}: {count(num_audits, 'audit')} of "
+        f"{count(report.num_compared, 'tensor')} on {report.world_size} ranks, the last "
+        f"{_when(report.step)}{_left_out(report.left_out)}"
     )
 
 

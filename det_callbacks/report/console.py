@@ -12,7 +12,8 @@ from itertools import zip_longest
 from multiprocessing.util import Finalize
 from typing import IO, Literal, NoReturn
 
-# rich draws a random number when it is imported, which may be inside a run that draws from the same generator
+# rich draws a random number when it is imported, which may be inside a run that
+# draws from the same generator
 _state_before_rich = random.getstate()
 from rich.console import Console  # noqa: E402
 from rich.text import Text  # noqa: E402
@@ -54,7 +55,11 @@ def make_console(*, stderr: bool = False) -> Console:
     """Return a console, which is plain if it is not a terminal."""
     file = _open_file("stderr" if stderr else "stdout")
     console = Console(file=file, highlight=False)
-    return console if console.is_terminal else Console(file=file, highlight=False, width=MAX_WIDTH, no_color=True)
+    return (
+        console
+        if console.is_terminal
+        else Console(file=file, highlight=False, width=MAX_WIDTH, no_color=True)
+    )
 
 
 def _open_file(name: Literal["stdout", "stderr"]) -> IO[str]:
@@ -63,7 +68,9 @@ def _open_file(name: Literal["stdout", "stderr"]) -> IO[str]:
     if file is not None and not getattr(file, "closed", False):
         return file
     try:
-        return os.fdopen(os.dup(1 if name == "stdout" else 2), "w", buffering=1, errors="backslashreplace")
+        return os.fdopen(
+            os.dup(1 if name == "stdout" else 2), "w", buffering=1, errors="backslashreplace"
+        )
     except OSError:  # that is closed, too
         return io.StringIO()
 
@@ -86,7 +93,9 @@ def print_report(report: Sequence[Section], console: Console | None = None) -> N
         if section.title:
             print_line(console, _in_one_line(section.title), section.style)
         for line in (*section.lines, *(f"  {item}" for item in section.items), *facts):
-            wrapper = textwrap.TextWrapper(console.width, subsequent_indent=line[: len(line) - len(line.lstrip())])
+            wrapper = textwrap.TextWrapper(
+                console.width, subsequent_indent=line[: len(line) - len(line.lstrip())]
+            )
             wrapper.break_long_words = wrapper.break_on_hyphens = False
             print_line(console, wrapper.fill(line))
         for line in section.code:
@@ -106,7 +115,10 @@ def _in_one_line(text: str) -> str:
 
 def encodable(text: str, file: IO[str]) -> str:
     """Return a text with escapes for characters that the file's encoding lacks."""
-    encoding, errors = getattr(file, "encoding", None) or "utf-8", getattr(file, "errors", None) or "strict"
+    encoding, errors = (
+        getattr(file, "encoding", None) or "utf-8",
+        getattr(file, "errors", None) or "strict",
+    )
     try:
         text.encode(encoding, errors)
     except UnicodeEncodeError:
@@ -126,20 +138,32 @@ def _longest_word(text: str) -> int:
 
 def _print_table(console: Console, table: Table) -> None:
     """Print a table whose widest columns are folded until it fits, at words if that is enough."""
-    rows = [[_in_one_line(str(cell)) for cell in row] for row in (table.columns, *table.rows[: table.limit])]
+    rows = [
+        [_in_one_line(str(cell)) for cell in row]
+        for row in (table.columns, *table.rows[: table.limit])
+    ]
     columns = [*zip(*rows, strict=True)]
     widths = [max(map(len, column)) for column in columns]
     words = [max(map(_longest_word, column)) for column in columns]
-    room = sys.maxsize if table.is_wide and not console.is_terminal else console.width - 2 * (len(widths) - 1)
+    room = (
+        sys.maxsize
+        if table.is_wide and not console.is_terminal
+        else console.width - 2 * (len(widths) - 1)
+    )
     while sum(widths) > room and max(widths) > 1:
         between = [column for column, width in enumerate(widths) if width > words[column]]
         widths[max(between or range(len(widths)), key=widths.__getitem__)] -= 1
     signs = [">" if table.is_number(column) else "<" for column in range(len(widths))]
     for number, row in enumerate(rows):
         pairs = zip(row, widths, strict=True)
-        folded = [[cell] if len(cell) <= width else textwrap.wrap(cell, width) for cell, width in pairs]
+        folded = [
+            [cell] if len(cell) <= width else textwrap.wrap(cell, width) for cell, width in pairs
+        ]
         for cells in zip_longest(*folded, fillvalue=""):
-            padded = (f"{cell:{sign}{width}}" for cell, sign, width in zip(cells, signs, widths, strict=True))
+            padded = (
+                f"{cell:{sign}{width}}"
+                for cell, sign, width in zip(cells, signs, widths, strict=True)
+            )
             print_line(console, "  ".join(padded).rstrip(), "" if number else "bold")
     if len(table.rows) > table.limit:
         print_line(console, f"and {len(table.rows) - table.limit:,} more")
@@ -151,7 +175,9 @@ def print_error(error: Exception, *, name: str = "") -> None:
 
 
 def end_process(status: int) -> None:
-    """End the process from a finalizer, after all others: an exception would not change its status."""
+    """End the process from a finalizer, after all others:
+    an exception would not change its status.
+    """
     Finalize(None, _leave, args=(status,), exitpriority=_AFTER_ALL)
 
 

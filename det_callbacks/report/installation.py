@@ -16,7 +16,9 @@ def broken_to_dict(here: Installation) -> dict[str, Any]:
 
 def broken_report(here: Installation) -> list[Section]:
     """Return the doctor's report in that case."""
-    title = versions_line(here, [name for name, found in here.versions.items() if found or name in TESTED])
+    title = versions_line(
+        here, [name for name, found in here.versions.items() if found or name in TESTED]
+    )
     return [Section(title=title, style="bold red", lines=installation_lines(here))]
 
 
@@ -26,7 +28,9 @@ def versions_line(here: Installation, names: Iterable[str]) -> str:
 
 def installation_lines(here: Installation) -> list[str]:
     """Return which packages are untested, broken or missing, and what to do."""
-    tested = ", ".join(f"{package} {oldest} to {newest}" for package, (oldest, newest) in TESTED.items())
+    tested = ", ".join(
+        f"{package} {oldest} to {newest}" for package, (oldest, newest) in TESTED.items()
+    )
     lines = [f"Untested: {one}" for one in here.untested]
     lines += [f"Cannot be imported: {one}" for one in here.broken]
     lines += [f"Missing: {one}" for one in here.missing]

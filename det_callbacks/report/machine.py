@@ -7,7 +7,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from det_callbacks.compare.arguments import read_arguments
+from det_callbacks.compare.order import read_arguments
 from det_callbacks.environment.nondeterminism import BEHAVIOURS, OpFact, may_apply
 from det_callbacks.errors import SelectionError
 from det_callbacks.report.console import Section, Table
@@ -28,7 +28,9 @@ def ops_to_dict(facts: Sequence[OpFact], run: Run | None = None) -> dict[str, An
     The number of sites is that of the run's program with most; ops without a site (views) are not
     found.
     """
-    counts = {behaviour: sum(fact.behaviour == behaviour for fact in facts) for behaviour in BEHAVIOURS}
+    counts = {
+        behaviour: sum(fact.behaviour == behaviour for fact in facts) for behaviour in BEHAVIOURS
+    }
     head = {"schema": 1, "torch": version("torch"), "counts": counts}
     if run is None:
         return {**head, "run": None, "entries": [asdict(fact) for fact in facts]}
@@ -40,15 +42,22 @@ def ops_to_dict(facts: Sequence[OpFact], run: Run | None = None) -> dict[str, An
         for position, site in enumerate(view.program.sites):
             if site.op and site.role in ("output", "value"):
                 ops.add(site.op)
-                here.update((number, site.module, site.op) for number in _facts_about(facts, view, position))
+                here.update(
+                    (number, site.module, site.op) for number in _facts_about(facts, view, position)
+                )
         most |= here  # the larger count of each
     if not ops:
         raise SelectionError(
             f"{run.path} holds no ops (level {run.manifest.selection.level}, "
-            f"{count(run.rank(0).num_steps, 'step')} of rank 0), so it cannot say which it uses. Record a run of at "
-            'least one step with level="op".'
+            f"{count(run.rank(0).num_steps, 'step')} of rank 0), so it cannot say which it uses. "
+            'Record a run of at least one step with level="op".'
         )
-    about = {"path": str(run.path), "run_id": run.manifest.run_id, "num_ops": len(ops), "num_programs": len(views)}
+    about = {
+        "path": str(run.path),
+        "run_id": run.manifest.run_id,
+        "num_ops": len(ops),
+        "num_programs": len(views),
+    }
     entries = [
         {**asdict(facts[number]), "module": module, "op": op, "sites": sites}
         for (number, module, op), sites in sorted(most.items())
@@ -63,7 +72,12 @@ def _facts_about(facts: Sequence[OpFact], view: StepView, position: int) -> list
     if known is None:
         return []
     arguments = {name: json.loads(text) for name, text in known.values.items()}
-    call: dict[str, Any] = {"op": site.op, "phase": site.phase, "arguments": arguments, "unknown": known.digested}
+    call: dict[str, Any] = {
+        "op": site.op,
+        "phase": site.phase,
+        "arguments": arguments,
+        "unknown": known.digested,
+    }
     return [number for number in found if may_apply(facts[number], **call)]
 
 
@@ -90,9 +104,9 @@ def _cell(entry: Mapping[str, Any], name: str) -> str:
 
 
 _FILLING = (
-    "With deterministic algorithms, torch fills the memory of torch.empty, which takes 2 to 15 % of a step in "
-    "reports of users. That hides reads of unwritten memory. If det-callbacks findings lists no uninitialised_read, "
-    "switch it off: "
+    "With deterministic algorithms, torch fills the memory of torch.empty, which takes 2 to 15 % "
+    "of a step in reports of users. That hides reads of unwritten memory. If det-callbacks "
+    "findings lists no uninitialised_read, switch it off: "
     "det_callbacks.enforce_determinism({'fill_uninitialized_memory': False})"
 )
 
@@ -100,32 +114,59 @@ _FILLING = (
 def doctor_report(diagnosis: "Diagnosis") -> list[Section]:
     facts, against, missing = diagnosis.facts, diagnosis.against, diagnosis.missing
     place = f"{facts['cpu.model']} ({facts['torch.cpu_capability']}), {facts['cuda']}"
-    versions = {name.removesuffix(".version"): fact for name, fact in facts.items() if name.endswith(".version")}
+    versions = {
+        name.removesuffix(".version"): fact
+        for name, fact in facts.items()
+        if name.endswith(".version")
+    }
     shown = ", ".join(f"{name} {version}" for name, version in versions.items())
     head = [f"{shown}; {count(facts['torch.num_threads'], 'thread')} on {place}"]
     system = (facts[name] for name in ("platform.system", "platform.libc", "cpu.architecture"))
-    rest = [name for name, found in diagnosis.installation.versions.items() if found and name not in versions]
+    rest = [
+        name
+        for name, found in diagnosis.installation.versions.items()
+        if found and name not in versions
+    ]
     head += [f"{', '.join(filter(None, system))}; {versions_line(diagnosis.installation, rest)}"]
     head += [f"Digests of tensors on {facts['digest']}"] if "digest" in facts else []
     head += [f"At level op, the recorder is {facts['recorder']}"] if "recorder" in facts else []
     rows = [
-        (setting.state, setting.name, f"{setting.wanted}", f"{setting.in_force}", setting.to_do or "-")
+        (
+            setting.state,
+            setting.name,
+            f"{setting.wanted}",
+            f"{setting.in_force}",
+            setting.to_do or "-",
+        )
         for setting in diagnosis.settings
     ]
-    table = Table(columns=("state", "setting", "asked for", "here", "what to do"), rows=rows, is_wide=True)
+    table = Table(
+        columns=("state", "setting", "asked for", "here", "what to do"), rows=rows, is_wide=True
+    )
     asker = "the defaults of DeterminismSettings" if against is None else f"in force in {against}"
     head += installation_lines(diagnosis.installation)
     report = [Section(lines=head), Section(title=f"Asked for ({asker})", table=table)]
     if against is not None:
         found = environment_table([difference for difference, _ in diagnosis.differences])
-        differing = [(*row, to_do or "-") for row, (_, to_do) in zip(found.rows, diagnosis.differences, strict=True)]
-        title = f"Different from {against}" if differing else f"This machine does not differ from {against}"
-        changed = Table(columns=(*found.columns, "what to do"), rows=differing) if differing else None
+        differing = [
+            (*row, to_do or "-")
+            for row, (_, to_do) in zip(found.rows, diagnosis.differences, strict=True)
+        ]
+        title = (
+            f"Different from {against}"
+            if differing
+            else f"This machine does not differ from {against}"
+        )
+        changed = (
+            Table(columns=(*found.columns, "what to do"), rows=differing) if differing else None
+        )
         report.append(Section(title=title, table=changed))
     if diagnosis.fills_memory:
         report.append(Section(title="Filling memory costs time", lines=[_FILLING]))
     if not missing:
         return [*report, Section(title="all in force", style="bold green")]
     title = f"{count(len(missing), 'setting')} not in force: {', '.join(missing)}"
-    advice = "Set them all before you build the model: enforce_determinism(DeterminismSettings(...))"
+    advice = (
+        "Set them all before you build the model: enforce_determinism(DeterminismSettings(...))"
+    )
     return [*report, Section(title=title, style="bold red", lines=[advice])]

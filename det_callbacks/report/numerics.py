@@ -1,8 +1,10 @@
-"""Reports whether runs differ by rounding or by a real change: one sentence, the jumps, and every site."""
+"""Reports whether runs differ by rounding or by a real change: one sentence,
+the jumps, and every site.
+"""
 
 from math import ceil, inf, prod
 
-from det_callbacks.compare.nonfinite import NonFinite
+from det_callbacks.compare.numbers import NonFinite
 from det_callbacks.digest.numbers import epsilon
 from det_callbacks.report.console import Section, Table
 from det_callbacks.text import at_most, count, listed
@@ -15,14 +17,22 @@ COLUMNS = ("elements", "ULP", "relative", "absolute", "x tolerance")
 
 
 def numerics_report(numerics: Numerics, *, lists_all: bool) -> list[Section]:
-    """Return the conclusion, what was compared and how, the largest jumps, and the sites in order."""
+    """Return the conclusion, what was compared and how, the largest jumps,
+    and the sites in order.
+    """
     lines = [numerics_sentence(numerics), f"Compared: {_compared(numerics)}."]
-    lines += [f"Not compared: {number:,} because {why}." for why, number in numerics.not_compared.items() if number]
+    lines += [
+        f"Not compared: {number:,} because {why}."
+        for why, number in numerics.not_compared.items()
+        if number
+    ]
     report = [Section(title="Numerics", lines=lines)]
     if numerics.jumps:
         items = [_jump(site) for site in numerics.jumps]
         shown = items if lists_all else at_most(PRINTED_JUMPS, items)
-        report.append(Section(title="Jumps, by how much the error grows, the largest first", items=shown))
+        report.append(
+            Section(title="Jumps, by how much the error grows, the largest first", items=shown)
+        )
     listed = [site for site in numerics.sites if lists_all or site.kind != "equal"]
     if listed:
         rows = [(*_row(site), "yes" if site.within else "NO") for site in listed]
@@ -31,7 +41,9 @@ def numerics_report(numerics: Numerics, *, lists_all: bool) -> list[Section]:
             rows=rows,
             limit=len(rows) if lists_all else PRINTED_SITES,
         )
-        report.append(Section(title=f"{'All' if lists_all else 'Differing'} sites, in order", table=table))
+        report.append(
+            Section(title=f"{'All' if lists_all else 'Differing'} sites, in order", table=table)
+        )
     return report
 
 
@@ -42,18 +54,26 @@ def numerics_sentence(numerics: Numerics) -> str:
     if jump is not None and jump.kind in _ONLY_IN:
         after = numerics.jumps[1]
         return (
-            f"A real change starts at {_where(jump)}, which only {_ONLY_IN[jump.kind]} has; the next op that both have "
-            f"differs: {_where(after)} ({ulps_text(after.ulp)})."
+            f"A real change starts at {_where(jump)}, which only {_ONLY_IN[jump.kind]} has; the "
+            f"next op that both have differs: {_where(after)} ({ulps_text(after.ulp)})."
         )
     if jump is not None:
         return f"A real change starts at {_where(jump)} ({ulps_text(jump.ulp)}; {_reads(jump)})."
     if numerics.conclusion == "change":
-        first = next(site for site in numerics.sites if not site.within and site.is_start and site.reads is None)
-        return (
-            f"Beyond the tolerance, first at {_where(first)} ({ulps_text(first.ulp)}); {_reads(first)}, so it is "
-            "unknown where the change starts. Compare the first step of both, from the same weights and batch."
+        first = next(
+            site
+            for site in numerics.sites
+            if not site.within and site.is_start and site.reads is None
         )
-    rounding = f"the worst is {multiple_text(worst.excess)} x the tolerance ({ulps_text(worst.ulp)}) at {_where(worst)}"
+        return (
+            f"Beyond the tolerance, first at {_where(first)} ({ulps_text(first.ulp)}); "
+            f"{_reads(first)}, so it is unknown where the change starts. Compare the first step of "
+            "both, from the same weights and batch."
+        )
+    rounding = (
+        f"the worst is {multiple_text(worst.excess)} x the tolerance ({ulps_text(worst.ulp)}) at "
+        f"{_where(worst)}"
+    )
     if not numerics.num_beyond:
         return f"Rounding only: {rounding}."
     text = (
@@ -61,12 +81,20 @@ def numerics_sentence(numerics: Numerics) -> str:
         f"{count(numerics.num_beyond, 'site')} are beyond the tolerance; {rounding}."
     )
     is_measured = numerics.tolerance != "torch.testing"
-    return text if is_measured else f"{text} Measure how far rounding goes: det-callbacks check --numerics."
+    return (
+        text
+        if is_measured
+        else f"{text} Measure how far rounding goes: det-callbacks check --numerics."
+    )
 
 
 def nonfinite_sentence(found: NonFinite) -> str:
     """Return a sentence that names the op that made the first NaN or infinity, and its line."""
-    parts = [f"{number:,} {what}" for number, what in ((found.num_nan, "NaN"), (found.num_inf, "infinite")) if number]
+    parts = [
+        f"{number:,} {what}"
+        for number, what in ((found.num_nan, "NaN"), (found.num_inf, "infinite"))
+        if number
+    ]
     rank = f" of rank {found.rank}" if found.rank else ""
     site = found.site
     line = f" at {site.source[0]}" if site.source else ""
@@ -74,8 +102,9 @@ def nonfinite_sentence(found: NonFinite) -> str:
     if found.num_unknown:
         known = f"no kept input has any, and {count(found.num_unknown, 'tensor')} were not kept"
     text = (
-        f"The first number that is not finite comes from {site.op} in {site.module or 'no submodule'}{line} (step "
-        f"{found.step}{rank}, {site.phase}): {' and '.join(parts)} of {count(found.num_elements, 'element')}; {known}"
+        f"The first number that is not finite comes from {site.op} in "
+        f"{site.module or 'no submodule'}{line} (step {found.step}{rank}, {site.phase}): "
+        f"{' and '.join(parts)} of {count(found.num_elements, 'element')}; {known}"
     )
     if found.first_nan is None:
         return text
@@ -89,7 +118,9 @@ def rounding_sentence(numerics: Numerics) -> str:
     numbers = [site for site in numerics.sites if site.relative]
     far = max(numbers, key=lambda site: site.relative or 0.0, default=None)
     most = (
-        "" if far is None else f"; the largest is {ulps_text(far.ulp)} ({far.relative:.2g} relative) at {_where(far)}"
+        ""
+        if far is None
+        else f"; the largest is {ulps_text(far.ulp)} ({far.relative:.2g} relative) at {_where(far)}"
     )
     return (
         f"Rounding: with the last bit of its first inputs changed, {numerics.num_differing:,} of "
@@ -97,7 +128,9 @@ def rounding_sentence(numerics: Numerics) -> str:
     )
 
 
-def measured(ulp: int | None, relative: float | None, absolute: float | None, excess: float | None) -> list[str]:
+def measured(
+    ulp: int | None, relative: float | None, absolute: float | None, excess: float | None
+) -> list[str]:
     """Return the cells of a table: ULPs, relative and absolute error, multiple of the tolerance."""
     return [
         "unknown" if ulp is None else f"{ulp:,}",
@@ -116,10 +149,15 @@ def _compared(numerics: Numerics) -> str:
     whole = sum(prod(site.shape or ()) for site in numerics.sites)
     of_all = "" if num_elements >= whole else f" of {whole:,}, an even sample"
     bound = f"within the tolerance of {numerics.tolerance}"
-    bound += f" ({numerics.num_default:,} of them by torch.testing, not measured)" if numerics.num_default else ""
+    bound += (
+        f" ({numerics.num_default:,} of them by torch.testing, not measured)"
+        if numerics.num_default
+        else ""
+    )
     return (
         f"{count(len(numerics.sites), 'site')} with {count(num_elements, 'element')}{of_all}; "
-        f"{numerics.num_differing:,} differ, {len(numerics.sites) - numerics.num_beyond:,} are {bound}"
+        f"{numerics.num_differing:,} differ, {len(numerics.sites) - numerics.num_beyond:,} are "
+        f"{bound}"
     )
 
 
@@ -137,7 +175,10 @@ def _where(site: SiteNumerics) -> str:
     again = f" #{site.occurrence}" if site.occurrence else ""
     rank = f" of rank {site.rank}" if site.rank else ""
     place = f"in {site.module}" if site.module else f"of {site.name}" if site.name else ""
-    return f"{site.op}{again} {place or 'in no submodule'}{line} (step {site.step}{rank}, {site.phase})"
+    return (
+        f"{site.op}{again} {place or 'in no submodule'}{line} (step {site.step}{rank}, "
+        f"{site.phase})"
+    )
 
 
 def ulps_text(ulp: int | None) -> str:

@@ -11,33 +11,50 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from det_callbacks.compare.differences import StepDifference
-from det_callbacks.compare.ranks import num_equal_steps
+from det_callbacks.compare.ranks import compare_steps, num_equal_steps
 from det_callbacks.compare.record import read_record
-from det_callbacks.compare.step import compare_steps
 from det_callbacks.report.console import Table
 from det_callbacks.report.run import describe_site
 from det_callbacks.report.verdict import details_report, head_report
-from det_callbacks.runs.disk import make_folder, replace_atomically
+from det_callbacks.runs.files import make_folder, replace_atomically
 from det_callbacks.runs.program import Site, describe_tensor
 from det_callbacks.runs.store import Run
 from det_callbacks.text import count, visible
 from det_callbacks.verdict import MAX_ORIGINS, Divergence, Verdict
 
-MAX_MAPS, MAX_COLUMNS, MAX_ROWS = 8, 100, 60  # heat maps (one a rank and fit), their columns and rows
+# heat maps (one a rank and fit), their columns and rows
+MAX_MAPS, MAX_COLUMNS, MAX_ROWS = 8, 100, 60
 NUM_BEFORE = 10  # columns before the first step that differs, if not all steps fit
 MAX_STEPS, MAX_SITES = 10, 25  # steps of a map whose sites are listed, and sites of each
 
-_INSTEAD = "pass another file for the report (--html of det-callbacks diff); the verdict is still valid"
-_COLUMNS = ("site", "state", "phase", "module", "op or name", "tensor", "reference", "current", "kind", "source")
+_INSTEAD = (
+    "pass another file for the report (--html of det-callbacks diff); the verdict is still valid"
+)
+_COLUMNS = (
+    "site",
+    "state",
+    "phase",
+    "module",
+    "op or name",
+    "tensor",
+    "reference",
+    "current",
+    "kind",
+    "source",
+)
 _STATES = np.array([*".mco"])  # ascending: not compared, match, carried on, origin
 
 
-def write_report(path: str | Path, verdict: Verdict, *, reference: str | Path, current: str | Path) -> Path:
+def write_report(
+    path: str | Path, verdict: Verdict, *, reference: str | Path, current: str | Path
+) -> Path:
     """Write the HTML report on two runs, atomically."""
     path, runs = Path(path), [Run.open(run, check_steps=False) for run in (reference, current)]
     maps, num_left_out = _build_maps(verdict, *runs)
     loader = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, finalize=_visible)
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, finalize=_visible
+    )
     environment.filters.update(count=count, number="{:,}".format, shell_quoted=shlex.quote)
     head, sections = head_report(verdict)[1:], details_report(verdict, lists_all=True)
     content = environment.get_template("report.html.j2").render(
@@ -62,11 +79,17 @@ def _build_maps(verdict: Verdict, reference: Run, current: Run) -> tuple[list[di
     urgent = {one.rank for one in (verdict.first_divergence, *verdict.origins) if one is not None}
     shown = sorted(sorted(fits, key=lambda fit: (fit[0] not in urgent, fit))[:MAX_MAPS])
     begun: set[int] = set()
-    return [_build_map(verdict, (reference, current), *fit, begun) for fit in shown], len(fits) - len(shown)
+    return [_build_map(verdict, (reference, current), *fit, begun) for fit in shown], len(
+        fits
+    ) - len(shown)
 
 
-def _build_map(verdict: Verdict, runs: tuple[Run, Run], rank: int, segment: int, begun: set[int]) -> dict[str, Any]:
-    """Return the heat map of one fit; the rank is added to ``begun``, the ranks that differ already."""
+def _build_map(
+    verdict: Verdict, runs: tuple[Run, Run], rank: int, segment: int, begun: set[int]
+) -> dict[str, Any]:
+    """Return the heat map of one fit; the rank is added to ``begun``,
+    the ranks that differ already.
+    """
     programs = {
         int(identity): run.program(int(identity)).sites
         for run in runs
@@ -87,15 +110,28 @@ def _build_map(verdict: Verdict, runs: tuple[Run, Run], rank: int, segment: int,
             starts = _starting(verdict, found, sites, is_first=rank not in begun)
             begun.add(rank)
             starting = list(compress(sites, starts))
-            worst = np.maximum.reduce([total > 0, 2 * (cells(sites) > 0), 3 * (cells(starting) > 0)])
+            worst = np.maximum.reduce(
+                [total > 0, 2 * (cells(sites) > 0), 3 * (cells(starting) > 0)]
+            )
             text = f"{len(sites):,} of {count(int(total.sum()), 'site')} differ"
             text += f", starting at {len(starting):,} of them" if starting else ""
             if sum(one["sites"] is not None for one in columns) < MAX_STEPS:
-                listed = sorted(np.argsort(~starts, kind="stable")[:MAX_SITES].tolist())  # where it starts comes first
-                rows = [_site_row(found, int(found.rows[one]), starts=starts[one]) for one in listed]
+                # where it starts comes first
+                listed = sorted(np.argsort(~starts, kind="stable")[:MAX_SITES].tolist())
+                rows = [
+                    _site_row(found, int(found.rows[one]), starts=starts[one]) for one in listed
+                ]
                 table, num_left_out = Table(columns=_COLUMNS, rows=rows), len(sites) - len(listed)
         states = "".join(_STATES[worst])
-        columns.append({"step": step, "text": text, "states": states, "sites": table, "num_left_out": num_left_out})
+        columns.append(
+            {
+                "step": step,
+                "text": text,
+                "states": states,
+                "sites": table,
+                "num_left_out": num_left_out,
+            }
+        )
         outcomes.append(outcome)
     began = next((place for place, outcome in enumerate(outcomes) if outcome != "agree"), 0)
     since, numbers = max(0, min(began - NUM_BEFORE, len(columns) - MAX_COLUMNS)), Counter(outcomes)
@@ -124,19 +160,28 @@ def _outcomes(
     reference_indices = {int(step): index for index, step in enumerate(reference_fit.steps)}
     current_indices = {int(step): index for index, step in enumerate(current_fit.steps)}
     for step in sorted({*reference_indices, *current_indices}):
-        reference_index, current_index = reference_indices.get(step, -1), current_indices.get(step, -1)
+        reference_index, current_index = (
+            reference_indices.get(step, -1),
+            current_indices.get(step, -1),
+        )
         found = None
         if current_index < 0 and is_whole:
             outcome = "only in the reference"
         elif current_index < 0 and step not in compared:
             outcome = "not compared"
         elif current_index < 0:
-            outcome = "differ, and were not kept: a verification keeps the first 100" if step in differing else "agree"
+            outcome = (
+                "differ, and were not kept: a verification keeps the first 100"
+                if step in differing
+                else "agree"
+            )
         elif reference_index < 0:
             outcome = "only in the current run"
         else:
             if reference_index >= num_equal:
-                found = compare_steps(reference.view(rank, segment, step), current.view(rank, segment, step))
+                found = compare_steps(
+                    reference.view(rank, segment, step), current.view(rank, segment, step)
+                )
             outcome = "differ" if found is not None and found.kinds else "agree"
         if current_index >= 0:
             program_id = current_fit.program_ids[current_index]
@@ -145,7 +190,9 @@ def _outcomes(
         yield step, int(program_id), outcome, found
 
 
-def _starting(verdict: Verdict, step: StepDifference, sites: Sequence[Site], *, is_first: bool) -> np.ndarray:
+def _starting(
+    verdict: Verdict, step: StepDifference, sites: Sequence[Site], *, is_first: bool
+) -> np.ndarray:
     """Return which of the differing sites start a difference."""
     starting = np.isin(step.rows, step.starting("here"))
     if not is_first:
@@ -180,7 +227,9 @@ def _site_row(step: StepDifference, row: int, *, starts: bool) -> tuple[object, 
         shown.phase,
         _label_of(shown.module),
         describe_site(step.site(row)),
-        f"{tensors[0]} in the reference, {tensors[-1]} in the current run" if kind == "structure" else tensors[-1],
+        f"{tensors[0]} in the reference, {tensors[-1]} in the current run"
+        if kind == "structure"
+        else tensors[-1],
         shown.reference_digest or "-",
         shown.current_digest or "-",
         kind,
@@ -189,12 +238,20 @@ def _site_row(step: StepDifference, row: int, *, starts: bool) -> tuple[object, 
 
 
 def _rows_of_modules(programs: Iterable[Sequence[Site]]) -> tuple[dict[str, int], list[str]]:
-    """Return the row of each module and the labels of rows, cut at the depth that fits ``MAX_ROWS``."""
-    sites = sorted((site for known in programs for site in known), key=lambda site: not site.op)  # state comes first
-    modules = sorted(dict.fromkeys(site.module for site in sites), key=lambda name: {"": 0, "?": 2}.get(name, 1))
+    """Return the row of each module and the labels of rows,
+    cut at the depth that fits ``MAX_ROWS``.
+    """
+    # state comes first
+    sites = sorted((site for known in programs for site in known), key=lambda site: not site.op)
+    modules = sorted(
+        dict.fromkeys(site.module for site in sites), key=lambda name: {"": 0, "?": 2}.get(name, 1)
+    )
     parts, labels, rows = {name: name.split(".") for name in modules}, dict[str, str](), list[str]()
     for depth in range(max(map(len, parts.values()), default=1), 0, -1):
-        labels = {name: ".".join(known[:depth]) + ".*" * (len(known) > depth) for name, known in parts.items()}
+        labels = {
+            name: ".".join(known[:depth]) + ".*" * (len(known) > depth)
+            for name, known in parts.items()
+        }
         rows = list(dict.fromkeys(labels.values()))
         if len(rows) <= MAX_ROWS:
             break

@@ -4,11 +4,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from det_callbacks.causes.sentences import both_values, number_text, of_segment, source_text
 from det_callbacks.causes.settings import begun_before
-from det_callbacks.compare.collectives import Classification, CollectiveCall
 from det_callbacks.compare.metrics import MetricDifference
-from det_callbacks.compare.ranks import WholeSteps
+from det_callbacks.compare.ranks import Classification, CollectiveCall, WholeSteps
 from det_callbacks.compare.record import RankRecord, Tally
-from det_callbacks.runs.environment import (
+from det_callbacks.runs.manifest import (
     AS_COMMITTED,
     CHANGED_FILE,
     COMMIT,
@@ -38,27 +37,39 @@ def explain_ranks(ranks: Classification) -> str:
     texts = [f"it started on {ranks_text(origins)}"] if origins else []
     if ranks.collective is not None:
         texts.append(
-            f"the inputs of {_call(ranks.collective)} match on all ranks and its outputs differ, so "
-            f"the collective itself is {'also an origin' if origins else 'the origin'}"
+            f"the inputs of {_call(ranks.collective)} match on all ranks and its outputs differ, "
+            f"so the collective itself is {'also an origin' if origins else 'the origin'}"
         )
     if receivers and ranks.through is not None:
-        through = f"sent the same data as in the reference and received the difference through {_call(ranks.through)}"
+        through = (
+            "sent the same data as in the reference and received the difference through "
+            f"{_call(ranks.through)}"
+        )
         texts.append(f"{ranks_text(receivers)} {through}")
     elif receivers and ranks.collective is None:
         texts.append(f"{ranks_text(receivers)} received the difference")
     if unknown:
-        texts.append(f"it is unknown whether {ranks_text(unknown)} started the difference or received it")
+        texts.append(
+            f"it is unknown whether {ranks_text(unknown)} started the difference or received it"
+        )
     moments = sorted({at for at in ranks.since if at is not None})
-    since = {at: [rank for rank, moment in enumerate(ranks.since) if moment == at] for at in moments}
+    since = {
+        at: [rank for rank, moment in enumerate(ranks.since) if moment == at] for at in moments
+    }
     shown = [f"{ranks_text(since[at])} from step {at[1]}{of_segment(at[0])} on" for at in moments]
     if shown:
         number = sum(map(len, since.values()))
-        texts.append(f"{number} of {len(ranks.since)} ranks differ ({listed(shown, limit=MAX_RANGES)})")
+        texts.append(
+            f"{number} of {len(ranks.since)} ranks differ ({listed(shown, limit=MAX_RANGES)})"
+        )
     return "; ".join(texts)
 
 
 def _call(call: CollectiveCall) -> str:
-    return f"{call.op}{number_text(call.number)} in the group of ranks {call.group}{source_text(call.source)}"
+    return (
+        f"{call.op}{number_text(call.number)} in the group of ranks "
+        f"{call.group}{source_text(call.source)}"
+    )
 
 
 def explain_whole_steps(steps: Iterable[WholeSteps], *, show_rank: bool) -> str:
@@ -81,8 +92,14 @@ def steps_agree(num_equal: int) -> str:
 
 
 def explain_match(tally: Tally, *, num_ranks: int, unrecorded: Sequence[str] = ()) -> str:
-    """Return how much matches, and what else of the run was not compared; "" if nothing was compared."""
-    sites = [f"{count(tally.num_sites, 'site')} of {count(tally.num_steps, 'step')}"] if tally.num_sites else []
+    """Return how much matches, and what else of the run was not compared;
+    "" if nothing was compared.
+    """
+    sites = (
+        [f"{count(tally.num_sites, 'site')} of {count(tally.num_steps, 'step')}"]
+        if tally.num_sites
+        else []
+    )
     found = [*sites, *([count(tally.num_metrics, "metric")] if tally.num_metrics else [])]
     ranks = f" of {num_ranks} ranks" if num_ranks > 1 else ""
     if not found:
@@ -90,7 +107,10 @@ def explain_match(tally: Tally, *, num_ranks: int, unrecorded: Sequence[str] = (
     text = f"ll {' and '.join(found)}{ranks} agree, bit for bit"
     if not unrecorded:
         return f"A{text}"
-    return f"The recorded part matches: a{text}. Not recorded, so not compared: {'; '.join(unrecorded)}"
+    return (
+        f"The recorded part matches: a{text}. Not recorded, so not compared: "
+        f"{'; '.join(unrecorded)}"
+    )
 
 
 def order_lines(phases: Collection[str]) -> list[str]:
@@ -98,11 +118,29 @@ def order_lines(phases: Collection[str]) -> list[str]:
     names = [_IN_ORDER[phase] for phase in _IN_ORDER if phase in phases]
     if not names:
         return []
-    return [f"In a different order from the reference, and compared by name: {listed(dict.fromkeys(names))}"]
+    return [
+        "In a different order from the reference, and compared by name: "
+        f"{listed(dict.fromkeys(names))}"
+    ]
 
 
 _CODE = (  # suffixes of files that a program imports, compiles, or is configured by
-    *(".py", ".pyx", ".pxd", ".ipynb", ".so", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".rs", ".sh"),
+    *(
+        ".py",
+        ".pyx",
+        ".pxd",
+        ".ipynb",
+        ".so",
+        ".c",
+        ".cc",
+        ".cpp",
+        ".cu",
+        ".cuh",
+        ".h",
+        ".hpp",
+        ".rs",
+        ".sh",
+    ),
     *(".cfg", ".ini", ".json", ".toml", ".yaml", ".yml"),
 )
 
@@ -116,7 +154,8 @@ def code_lines(environment: Sequence[EnvironmentDifference]) -> list[str]:
     lines = []
     if commit is not None and not {None, NOT_RECORDED} & {commit.reference, commit.current}:
         lines.append(
-            f"The commit differs: {commit.reference[:9]} in the reference, {commit.current[:9]} in the current run"
+            f"The commit differs: {commit.reference[:9]} in the reference, {commit.current[:9]} in "
+            "the current run"
         )
     names = [str(item_of(file.name, CHANGED_FILE)) for file in files]
     code = [name for name in names if name.lower().endswith(_CODE)]
@@ -124,7 +163,10 @@ def code_lines(environment: Sequence[EnvironmentDifference]) -> list[str]:
         lines.append(f"{listed(code)} changed since the reference was recorded")
     if len(code) < len(names):
         others = [name for name in names if name not in code]
-        lines.append(f"{count(len(others), 'other file')} of the repository changed too, which may have no effect")
+        lines.append(
+            f"{count(len(others), 'other file')} of the repository changed too, which may have no "
+            "effect"
+        )
     return lines
 
 
@@ -132,7 +174,9 @@ def without_starts(environment: Sequence[EnvironmentDifference]) -> list[Environ
     return [entry for entry in environment if not item_of(entry.name, GENERATOR)]
 
 
-def environment_notes(environment: Sequence[EnvironmentDifference], verdict: VerdictName) -> list[str]:
+def environment_notes(
+    environment: Sequence[EnvironmentDifference], verdict: VerdictName
+) -> list[str]:
     """Return sentences on differences in code, settings and machine."""
     changing = [entry for entry in environment if entry.changes_bits]
     changing.sort(key=lambda entry: not item_of(entry.name, SETTINGS))
@@ -148,7 +192,8 @@ def environment_notes(environment: Sequence[EnvironmentDifference], verdict: Ver
             notes.append(f"Settings differ: {choices}")
     elif starts:
         notes.append(
-            f"Generators that had a different state at the start of the fit and changed no bit: {listed(starts)}"
+            "Generators that had a different state at the start of the fit and changed no bit: "
+            f"{listed(starts)}"
         )
     if machine:
         notes.append(f"The machine differs{too}: {machine}")
@@ -161,7 +206,9 @@ def explain_metric(metric: MetricDifference) -> str:
     what = f"metric {metric.name} {_reading(metric)}"
     if reference is None or current is None:
         return f"{what} is only in the {'current run' if reference is None else 'reference'}"
-    shown = [f"{one.value} ({one.dtype} {list(one.shape)}, {one.digest})" for one in (reference, current)]
+    shown = [
+        f"{one.value} ({one.dtype} {list(one.shape)}, {one.digest})" for one in (reference, current)
+    ]
     if reference.value != current.value:
         shown = [reference.value, current.value]
     return f"{what} differs: {shown[0]} in the reference, {shown[1]} in the current run"
@@ -186,14 +233,26 @@ def advise_metric(metric: MetricDifference) -> str:
     if metric.root is not None:
         row = metric.root[0]
         seeds = row.kind == "generator"
-        todo = "seed the code that computes the metric" if seeds else "check the data that the metric is computed from"
+        todo = (
+            "seed the code that computes the metric"
+            if seeds
+            else "check the data that the metric is computed from"
+        )
         return f"The {row.shown} differs, so {todo}"
     if metric.is_after_gap:
         return begun_before("The difference may have started", reading.step + 1, metric.choices)
-    later = "" if reading.where == "epoch" else ", and only the first batch of each loader is compared"
+    later = (
+        "" if reading.where == "epoch" else ", and only the first batch of each loader is compared"
+    )
     todo = f"The recorded generators and data match{later}, so check how the metric is computed"
-    left_out = f"""modules=["*", "!metric/{metric.name}"] (on the command line: --modules '*,!metric/{metric.name}')"""
-    return f"{todo}. To leave out a metric that cannot repeat, such as a wall clock, record again with {left_out}"
+    left_out = (
+        f'modules=["*", "!metric/{metric.name}"] (on the command line: --modules '
+        f"'*,!metric/{metric.name}')"
+    )
+    return (
+        f"{todo}. To leave out a metric that cannot repeat, such as a wall clock, record again "
+        f"with {left_out}"
+    )
 
 
 def _reading(metric: MetricDifference) -> str:
@@ -209,4 +268,7 @@ def explain_unfinished(records: Mapping[int, RankRecord]) -> str:
             last.append(known + (f" on rank {rank}" if len(records) > 1 else ""))
     if not last:
         return ""
-    return f"The verification was killed, or is still running: it compared {listed(last, limit=MAX_RANKS)}"
+    return (
+        "The verification was killed, or is still running: it compared "
+        f"{listed(last, limit=MAX_RANKS)}"
+    )

@@ -11,8 +11,8 @@ from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError
 from det_callbacks.report.console import STYLES, Section, Table, to_text
 from det_callbacks.report.numerics import numerics_report
 from det_callbacks.report.run import findings_report, ops_text, output_text
-from det_callbacks.runs.source_text import first_line
 from det_callbacks.runs.store import Run
+from det_callbacks.runs.tables import first_line
 from det_callbacks.text import count, listed
 from det_callbacks.verdict import (
     MAX_ORIGINS,
@@ -48,7 +48,9 @@ def verdict_lines(verdict: Verdict) -> str:
 
 
 def headline(verdict: Verdict) -> str:
-    """Return a failed verdict in one line: "DIVERGED settings: optimizer.Adam.lr 0.1 -> 0.2 (step 0)"."""
+    """Return a failed verdict in one line: "DIVERGED settings:
+    optimizer.Adam.lr 0.1 -> 0.2 (step 0)".
+    """
     first, head = verdict.first_divergence, _word(verdict)
     if first is None:
         return f"{head}: {verdict.explanation}"
@@ -59,15 +61,19 @@ def headline(verdict: Verdict) -> str:
         what = f"{first.op} in {first.module or 'no submodule'}"
     else:
         what = first.name or f"a step that is {_KINDS[first.kind]}"
-    place = f"step {first.step}" if verdict.coverage.ranks < 2 else f"step {first.step} of rank {first.rank}"
+    place = (
+        f"step {first.step}"
+        if verdict.coverage.ranks < 2
+        else f"step {first.step} of rank {first.rank}"
+    )
     return f"{head} {verdict.cause}: {what} ({place})"
 
 
 def is_certain_change(verdict: Verdict) -> bool:
     """Return whether the training certainly changed, even if the machine did too.
 
-    A different machine or version may change the bits of an op and which ops run, but no setting, no shape of a batch
-    or a weight, and no number of steps.
+    A different machine or version may change the bits of an op and which ops run, but no setting,
+    no shape of a batch or a weight, and no number of steps.
     """
     first = verdict.first_divergence
     has_other_choice = any(one.changes_bits and not one.is_machine for one in verdict.environment)
@@ -81,19 +87,24 @@ def verdict_of_rank(verdict: Verdict, *, rank: int, world_size: int) -> str:
     """Return the verdict as rank 0 prints it, or one line on the other ranks."""
     if rank == 0:
         return verdict_lines(verdict)
-    where = f"rank 0 prints the whole verdict, and {Path(verdict.current) / 'verdict.json'} holds it"
+    where = (
+        f"rank 0 prints the whole verdict, and {Path(verdict.current) / 'verdict.json'} holds it"
+    )
     return f"{_word(verdict)} (rank {rank} of {world_size}; {where}): {verdict.explanation}"
 
 
-def disagreement_text(verdict: Verdict, *, path: Path, num_agreed: int, num_dropped: int, rank: int = 0) -> str:
+def disagreement_text(
+    verdict: Verdict, *, path: Path, num_agreed: int, num_dropped: int, rank: int = 0
+) -> str:
     """Return the error of a resumed recording whose steps differ from those of the run."""
     where = f" (rank {rank}; rank 0 prints the whole verdict)" if rank else ""
     return (
-        f"The resumed run is not the run in {path}: it repeated a recorded step or metric with a different result "
-        f"({count(num_agreed, 'step')} before it matched). The recorded run is unchanged, without the "
-        f"{count(num_dropped, 'new step')} of this attempt{where}.\n\n"
-        f"{verdict.explanation if rank else verdict_lines(verdict)}\nFind what the checkpoint did not restore, or "
-        "record to another folder, or over this run with overwrite=True (Hydra: determinism.overwrite=true)."
+        f"The resumed run is not the run in {path}: it repeated a recorded step or metric with a "
+        f"different result ({count(num_agreed, 'step')} before it matched). The recorded run is "
+        f"unchanged, without the {count(num_dropped, 'new step')} of this attempt{where}.\n\n"
+        f"{verdict.explanation if rank else verdict_lines(verdict)}\n"
+        "Find what the checkpoint did not restore, or record to another folder, or over this run "
+        "with overwrite=True (Hydra: determinism.overwrite=true)."
     )
 
 
@@ -111,14 +122,21 @@ def head_report(verdict: Verdict) -> list[Section]:
     if verdict.resume is not None:
         title = f"Resumed at step {verdict.resume.step} ({verdict.resume.how})"
         report.append(Section(title=title, table=resume_table(verdict.resume)))
-    return [*report, Section(title="Evidence", items=verdict.evidence)] if verdict.evidence else report
+    return (
+        [*report, Section(title="Evidence", items=verdict.evidence)] if verdict.evidence else report
+    )
 
 
 _EXACTLY = 'fit(ckpt_path=...) with resume="exact"'
-_BY_BOTH_FILES = "resume_from_checkpoint, if the folder has optimizer.pt and scheduler.pt (not save_only_model=True)"
+_BY_BOTH_FILES = (
+    "resume_from_checkpoint, if the folder has optimizer.pt and scheduler.pt (not "
+    "save_only_model=True)"
+)
 _RESTORED_BY: Mapping[str, Mapping[str, str]] = {
     "parameters": {"torch": "model.load_state_dict"},
-    "buffers": {"torch": "model.load_state_dict; a buffer with persistent=False is in no checkpoint"},
+    "buffers": {
+        "torch": "model.load_state_dict; a buffer with persistent=False is in no checkpoint"
+    },
     "optimizer": {
         "torch": "optimizer.load_state_dict, after the model is on its device",
         "lightning": "fit(ckpt_path=...), not with save_weights_only=True",
@@ -135,7 +153,10 @@ _RESTORED_BY: Mapping[str, Mapping[str, str]] = {
     "generators": {
         "torch": "its state as saved, set after the trained batches are skipped",
         "lightning": _EXACTLY,
-        "transformers": "rng_state.pth, which the Trainer loads after the first batch: the data set may not draw",
+        "transformers": (
+            "rng_state.pth, which the Trainer loads after the first batch: the data set may not "
+            "draw"
+        ),
         "accelerate": "accelerator.load_state, called once the first batch is loaded",
     },
     "gradients": {
@@ -143,7 +164,10 @@ _RESTORED_BY: Mapping[str, Mapping[str, str]] = {
         "lightning": _EXACTLY,
     },
     "data": {
-        "torch": "its generators as the epoch began, and skip the trained batches; or a loader with a state_dict",
+        "torch": (
+            "its generators as the epoch began, and skip the trained batches; or a loader with a "
+            "state_dict"
+        ),
         "lightning": _EXACTLY,
         "transformers": "resume_from_checkpoint without ignore_data_skip=True",
         "accelerate": "skip_first_batches, with use_seedable_sampler=True and set_epoch",
@@ -160,19 +184,27 @@ def resume_table(resume: Resume) -> Table:
         by_framework = _RESTORED_BY[part]
         todo = by_framework.get(resume.framework, by_framework["torch"])
         if part == "data" and resume.of_step.get(part) == resume.step:
-            rows.append((part, "other content", "what the data set draws from, before the batch is loaded"))
+            rows.append(
+                (part, "other content", "what the data set draws from, before the batch is loaded")
+            )
         elif isinstance(state, str):
             rows.append((part, _state_text(state, resume.of_step.get(part)), todo))
         elif part == "optimizer":
             names = defaultdict[Restored, list[str]](list)
             for name, one in state.items():
                 names[one].append(name)
-            texts = [f"{listed(names[one])} {_state_text(one)}" for one in sorted(names, key="restored".__eq__)]
+            texts = [
+                f"{listed(names[one])} {_state_text(one)}"
+                for one in sorted(names, key="restored".__eq__)
+            ]
             text = "; ".join(texts) if len(names) > 1 else _state_text(next(iter(names)))
             rows.append((part, text, _IN_ORDER if "exchanged" in names else todo))
         else:
             kind = "generator " if part == "generators" else ""
-            rows += [(f"{kind}{name}", _state_text(one, resume.of_step.get(name)), todo) for name, one in state.items()]
+            rows += [
+                (f"{kind}{name}", _state_text(one, resume.of_step.get(name)), todo)
+                for name, one in state.items()
+            ]
     rows.sort(key=lambda row: row[1] == "restored")
     shown = [(name, state, "" if state == "restored" else todo) for name, state, todo in rows]
     return Table(columns=("what", "state", "what restores it"), rows=shown)
@@ -211,19 +243,38 @@ def details_report(verdict: Verdict, *, lists_all: bool) -> list[Section]:
     if verdict.numerics is not None:
         report += numerics_report(verdict.numerics, lists_all=lists_all)
     if first is not None:
-        report.append(Section(title="First divergence", facts=_facts(first), code=_source_text(verdict)))
-    measured = next((one for one in (first, *origins) if one is not None and one.numbers is not None), None)
+        report.append(
+            Section(title="First divergence", facts=_facts(first), code=_source_text(verdict))
+        )
+    measured = next(
+        (one for one in (first, *origins) if one is not None and one.numbers is not None), None
+    )
     if measured is not None and measured.numbers is not None:
-        facts = [] if measured == first else [("op", f"{_call(measured)} in {measured.module or 'no submodule'}")]
-        facts += [("", f"cannot be measured: {measured.numbers.problem}")] if measured.numbers.problem else []
+        facts = (
+            []
+            if measured == first
+            else [("op", f"{_call(measured)} in {measured.module or 'no submodule'}")]
+        )
+        facts += (
+            [("", f"cannot be measured: {measured.numbers.problem}")]
+            if measured.numbers.problem
+            else []
+        )
         facts += [(tensor.tensor, _how_much(tensor)) for tensor in measured.numbers.output]
         report.append(Section(title="By how much", facts=facts))
     if origins:
         which = f"the first {MAX_ORIGINS}, " if len(origins) >= MAX_ORIGINS else ""
         title = f"Origins ({which}differing, though nothing they read differs)"
-        report.append(Section(title=title, table=_every_origin(origins) if lists_all else _origins_by_kind(origins)))
+        report.append(
+            Section(
+                title=title,
+                table=_every_origin(origins) if lists_all else _origins_by_kind(origins),
+            )
+        )
     if verdict.environment:
-        report.append(Section(title="Environment differences", table=environment_table(verdict.environment)))
+        report.append(
+            Section(title="Environment differences", table=environment_table(verdict.environment))
+        )
     report += findings_report(verdict.findings)
     report.append(Section(title="Compared", items=_coverage(verdict)))
     lines = next_lines(verdict)
@@ -268,7 +319,9 @@ def _both_digests(divergence: Divergence) -> str:
 
 
 def _role(divergence: Divergence) -> str:
-    is_source = divergence.is_origin is False and not divergence.op and divergence.phase in _SOURCE_PHASES
+    is_source = (
+        divergence.is_origin is False and not divergence.op and divergence.phase in _SOURCE_PHASES
+    )
     return _SOURCE_ROLE if is_source else _ROLES[divergence.is_origin]
 
 
@@ -282,7 +335,9 @@ def _source_text(verdict: Verdict) -> list[str]:
     if first is None or not line:
         return []
     try:
-        run = Run.open(verdict.reference if first.kind == "missing" else verdict.current, check_steps=False)
+        run = Run.open(
+            verdict.reference if first.kind == "missing" else verdict.current, check_steps=False
+        )
         text = run.source_text(line)
     except ReferenceNotFoundError:
         return []  # the runs are somewhere else
@@ -300,7 +355,9 @@ def _every_origin(origins: Sequence[Divergence]) -> Table:
 
 
 def _origins_by_kind(origins: Sequence[Divergence]) -> Table:
-    """Return the first origin of each kind: one op in one step, such as the update of each parameter."""
+    """Return the first origin of each kind: one op in one step,
+    such as the update of each parameter.
+    """
     groups: defaultdict[tuple[object, ...], list[Divergence]] = defaultdict(list)
     for one in origins:
         groups[one.rank, one.segment, one.step, one.phase, one.op, one.kind].append(one)
@@ -329,12 +386,17 @@ def _how_much(tensor: TensorNumbers) -> str:
     figures = {"absolute": tensor.max_absolute, "relative": tensor.max_relative}
     sizes = [] if tensor.max_ulps is None else [count(tensor.max_ulps, "ULP")]
     sizes += [f"{value:.3g} {name}" for name, value in figures.items() if value is not None]
-    parts += [f"by {'' if tensor.num_differing == 1 else 'up to '}{', '.join(sizes)}"] if sizes else []
+    parts += (
+        [f"by {'' if tensor.num_differing == 1 else 'up to '}{', '.join(sizes)}"] if sizes else []
+    )
     odd = ("a NaN", tensor.num_nan), ("an infinity", tensor.num_inf)
     parts += [f"{number:,} with {what}" for what, number in odd if number]
     if tensor.first is not None and tensor.first_values is not None:
         reference, current = tensor.first_values
-        parts.append(f"first at {list(tensor.first)}: {reference} in the reference, {current} in the current run")
+        parts.append(
+            f"first at {list(tensor.first)}: {reference} in the reference, {current} in the "
+            "current run"
+        )
     return ", ".join(parts)
 
 
@@ -352,12 +414,16 @@ def _coverage(verdict: Verdict) -> list[str]:
     ]
     lines += [count(coverage.metrics, "metric")] if coverage.metrics else []
     lines.append(ops_text(coverage))
-    lines += [f"seen only from outside: {', '.join(coverage.opaque_regions)}"] if coverage.opaque_regions else []
+    lines += (
+        [f"seen only from outside: {', '.join(coverage.opaque_regions)}"]
+        if coverage.opaque_regions
+        else []
+    )
     lines += [f"followed torch's optimizers: {coverage.followed}"] if coverage.followed else []
     lines += [f"not seen: {text}" for text in coverage.lost]
     return lines + [
-        f"replayed: {name}: {count(replayed['count'], 'tensor')} restored, {replayed['differing']:,} of them "
-        f"differed, {replayed['mib_per_step']:.3g} MiB a step"
+        f"replayed: {name}: {count(replayed['count'], 'tensor')} restored, "
+        f"{replayed['differing']:,} of them differed, {replayed['mib_per_step']:.3g} MiB a step"
         for name, replayed in coverage.replayed.items()
     ]
 
@@ -367,23 +433,43 @@ def next_lines(verdict: Verdict) -> Sequence[str]:
     first = verdict.first_divergence
     if verdict.verdict == "match" or first is None:
         return ()
-    places = [f"--{name} {number}" for name, number in (("rank", first.rank), ("segment", first.segment)) if number]
-    step = [] if first.phase == "metric" else [f"--step {first.step}", *places]  # no step has a metric
+    places = [
+        f"--{name} {number}"
+        for name, number in (("rank", first.rank), ("segment", first.segment))
+        if number
+    ]
+    # no step has a metric
+    step = [] if first.phase == "metric" else [f"--step {first.step}", *places]
     paths = dict.fromkeys((verdict.reference, verdict.current))
     if first.phase == "other" and not first.op:  # a step that only one run has
         paths = dict.fromkeys([verdict.reference if first.kind == "missing" else verdict.current])
     shown = [" ".join(["det-callbacks show", shlex.quote(path), *step]) for path in paths]
-    find = [] if verdict.find_command is None else [f"to find the op and the numbers in one go: {verdict.find_command}"]
-    return [*shown, *find, *([] if verdict.record_next is None else _record_next(verdict.record_next))]
+    find = (
+        []
+        if verdict.find_command is None
+        else [f"to find the op and the numbers in one go: {verdict.find_command}"]
+    )
+    return [
+        *shown,
+        *find,
+        *([] if verdict.record_next is None else _record_next(verdict.record_next)),
+    ]
 
 
 def _record_next(arguments: Mapping[str, Any]) -> list[str]:
     steps = arguments.get("only_steps")
-    which = f"step{'s' * (len(steps) > 1)} {listed(map(str, steps), limit=10)}" if steps else "the run"
-    why = "to see by how much it differs" if "keep_tensors" in arguments else "to see where it starts"
+    which = (
+        f"step{'s' * (len(steps) > 1)} {listed(map(str, steps), limit=10)}" if steps else "the run"
+    )
+    why = (
+        "to see by how much it differs" if "keep_tensors" in arguments else "to see where it starts"
+    )
     python = [f"{name}={json.dumps(value)}" for name, value in arguments.items()]
     return [
-        f"{why}, record {which} again on both sides and compare the two recordings (det-callbacks diff):",
+        (
+            f"{why}, record {which} again on both sides and compare the two recordings "
+            "(det-callbacks diff):"
+        ),
         f"    in Python  {', '.join(python)}",
         f"    on the command line  {shlex.join(options_of(arguments))}",
     ]
@@ -391,5 +477,11 @@ def _record_next(arguments: Mapping[str, Any]) -> list[str]:
 
 def options_of(arguments: Mapping[str, Any]) -> list[str]:
     """Return the options of the command line for ``Verdict.record_next``."""
-    texts = {name: value if isinstance(value, str) else ",".join(map(str, value)) for name, value in arguments.items()}
-    return [f"--{name.removesuffix('_tensors').replace('_', '-')}={text}" for name, text in texts.items()]
+    texts = {
+        name: value if isinstance(value, str) else ",".join(map(str, value))
+        for name, value in arguments.items()
+    }
+    return [
+        f"--{name.removesuffix('_tensors').replace('_', '-')}={text}"
+        for name, text in texts.items()
+    ]

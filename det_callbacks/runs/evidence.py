@@ -12,17 +12,17 @@ import pyarrow as pa
 
 from det_callbacks.digest.host import digest_bytes, format_digest
 from det_callbacks.errors import ReferenceFormatError
-from det_callbacks.runs.disk import AppendedFile
 from det_callbacks.runs.files import (
     FORMAT_VERSION,
     MAX_BYTES,
     MAX_VALUES,
     READ_ERRORS,
+    AppendedFile,
     damaged,
     opened,
     require_at_most,
 )
-from det_callbacks.runs.stream import END_OF_STREAM, has_regular_end, read_metadata
+from det_callbacks.runs.steps import END_OF_STREAM, has_regular_end, read_metadata
 
 EVIDENCE_SCHEMA = pa.schema(
     {
@@ -41,14 +41,19 @@ EvidenceKind = Literal[
     "indices",  # what a loader's sampler drew for the batch of a step, as JSON
     "sorted_indices",  # the digest of the same numbers, sorted
     "sample",  # the digest of a sample of the batch; its number is the part
-    "loaded",  # a tensor of the batch as its loader returned it, if something changed it until the step
-    "option",  # of an optimizer, when an update first uses this value: of "0", part "lr", as JSON list by group
+    # a tensor of the batch as its loader returned it, if something changed it until the step
+    "loaded",
+    # of an optimizer, when an update first uses this value: of "0", part "lr",
+    # as JSON list by group
+    "option",
     "constants",  # the names of initial tensors that are constant, as JSON
     "scripted",  # the names of modules that are, or contain, TorchScript, as JSON
-    "hook",  # the callbacks with a hook, in the text: called before ours, or after, as the part says
+    # the callbacks with a hook, in the text: called before ours, or after, as the part says
+    "hook",
     "trained",  # names of the parameters that an optimizer trains, as JSON
     "untrained",  # of the parameters that require gradients and are in no optimizer
-    "untrained_with_gradient",  # of the untrained parameters that had a gradient by the end of a step
+    # of the untrained parameters that had a gradient by the end of a step
+    "untrained_with_gradient",
     "large_gradient",  # of those with a gradient beyond rounding, in one of the first updates
     "unseen_write",  # a value of ``StepView.unseen_writes``
     "checked",  # ``StepView.checked`` as JSON, if it is not None
@@ -56,19 +61,27 @@ EvidenceKind = Literal[
 ]
 """What kind of thing a row of evidence is about."""
 
-NAMES = frozenset({"constants", "scripted", "trained", "untrained", "untrained_with_gradient", "large_gradient"})
+NAMES = frozenset(
+    {"constants", "scripted", "trained", "untrained", "untrained_with_gradient", "large_gradient"}
+)
 """The kinds whose text is a JSON list of names."""
 
 OF_BATCH = frozenset({"indices", "sorted_indices", "sample", "loaded"})
 """The kinds that describe the batch of a step."""
 
 BEFORE, AFTER = "before", "after"  # parts of hooks
-KIND_OF_SAMPLER = ", a "  # in the class of a sampler, before the class of torch that it derives from
+# in the class of a sampler, before the class of torch that it derives from
+KIND_OF_SAMPLER = ", a "
 
 # Moments of a step and before it.
 LOADER = "before the loader starts"
 DRAWING = "before a batch is drawn"
-BATCH_START, AFTER_FORWARD, AFTER_BACKWARD, BATCH_END = "batch start", "after forward", "after backward", "batch end"
+BATCH_START, AFTER_FORWARD, AFTER_BACKWARD, BATCH_END = (
+    "batch start",
+    "after forward",
+    "after backward",
+    "batch end",
+)
 
 ROWS_PER_BATCH = 512  # after which a record batch is written
 
@@ -79,7 +92,9 @@ Filter = Callable[[pa.RecordBatch], np.ndarray]
 
 
 class EvidenceRow(NamedTuple):
-    """A value, usually a digest, or a text; at a moment of a step, such as "batch start", or "" for the whole step."""
+    """A value, usually a digest, or a text; at a moment of a step, such as "batch start",
+    or "" for the whole step.
+    """
 
     step: int
     moment: str
@@ -105,7 +120,9 @@ class NondeterministicOp:
     @property
     def place(self) -> str:
         """Where it was called, in words."""
-        module = {"": "in no submodule", "?": "in an unknown module"}.get(self.module, f"in {self.module}")
+        module = {"": "in no submodule", "?": "in an unknown module"}.get(
+            self.module, f"in {self.module}"
+        )
         line = f" at {self.source[0]}" if self.source else ""
         return f"{self.op} {module}{line} ({self.phase})"
 
@@ -142,26 +159,40 @@ class EvidenceWriter:
 
 
 def read_values(stream: Path, run_id: str) -> dict[int, str]:
-    """Return the JSON text of arguments by digest, or {} if the evidence cannot be read or is too large."""
+    """Return the JSON text of arguments by digest, or {} if the evidence
+    cannot be read or is too large.
+    """
     found, num_bytes = dict[int, str](), 0
     try:
-        for row in read_evidence(evidence_path(stream), run_id=run_id, keep=lambda it: _is(it, "kind", "number")):
+        for row in read_evidence(
+            evidence_path(stream), run_id=run_id, keep=lambda it: _is(it, "kind", "number")
+        ):
             found[row.value] = row.text
             num_bytes += len(row.text)
-            if num_bytes > MAX_BYTES:  # a recorder keeps far less, MAX_TEXT in trace/op/call_graph.py
+            if num_bytes > MAX_BYTES:  # a recorder keeps far less, MAX_TEXT in trace/call_graph.py
                 return {}
     except ReferenceFormatError:
         return {}
     return found
 
 
-def read_checked(stream: Path, run_id: str, step: int, num_sites: int) -> tuple[frozenset[int], frozenset[int] | None]:
-    """Return ``unseen_writes`` and ``checked`` of a step's view; if the evidence cannot be read, no site is proven."""
+def read_checked(
+    stream: Path, run_id: str, step: int, num_sites: int
+) -> tuple[frozenset[int], frozenset[int] | None]:
+    """Return ``unseen_writes`` and ``checked`` of a step's view; if the evidence cannot
+    be read, no site is proven.
+    """
     try:
-        rows = [*read_evidence(evidence_path(stream), run_id=run_id, keep=lambda it: _is(it, "step", step))]
+        rows = [
+            *read_evidence(
+                evidence_path(stream), run_id=run_id, keep=lambda it: _is(it, "step", step)
+            )
+        ]
     except ReferenceFormatError:
         return frozenset(range(num_sites)), None
-    checked = next((frozenset[int](json.loads(row.text)) for row in rows if row.kind == "checked"), None)
+    checked = next(
+        (frozenset[int](json.loads(row.text)) for row in rows if row.kind == "checked"), None
+    )
     return frozenset(row.value for row in rows if row.kind == "unseen_write"), checked
 
 
@@ -170,7 +201,9 @@ def _is(batch: pa.RecordBatch, column: str, value: object) -> np.ndarray:
 
 
 def read_evidence(path: Path, *, run_id: str, keep: Filter | None = None) -> Iterator[EvidenceRow]:
-    """Yield the rows that ``keep`` selects; after a kill, up to the last whole batch; none if there is no file."""
+    """Yield the rows that ``keep`` selects; after a kill, up to the last whole batch;
+    none if there is no file.
+    """
     if not os.path.lexists(path):
         return
     with opened(path) as file:
@@ -188,12 +221,15 @@ def read_evidence(path: Path, *, run_id: str, keep: Filter | None = None) -> Ite
                 message = _read_message(file)
                 if message is None:
                     break
-                stream = pa.ipc.open_stream(header + message)  # one message alone has no custom metadata
+                # one message alone has no custom metadata
+                stream = pa.ipc.open_stream(header + message)
                 batch, metadata = stream.read_next_batch_with_custom_metadata()
                 batch.validate(full=True)
             except READ_ERRORS as error:
                 if file.read(1) or has_regular_end(path):
-                    raise damaged(path, f"a record batch in its middle cannot be read ({error})") from error
+                    raise damaged(
+                        path, f"a record batch in its middle cannot be read ({error})"
+                    ) from error
                 break  # a kill interrupted the write
             digest = dict(metadata or {}).get(_DIGEST)
             if any(column.null_count for column in batch.columns) or digest != _digest_batch(batch):
@@ -221,11 +257,14 @@ def _require_list(path: Path, row: EvidenceRow) -> None:
         if not isinstance(content, list) or not all(isinstance(item, kind) for item in content):
             raise TypeError(f"it is {row.text[:40]!r}")
     except READ_ERRORS as error:
-        raise damaged(path, f"{row.kind} {row.of!r} of step {row.step} is not a list ({error})") from error
+        raise damaged(
+            path, f"{row.kind} {row.of!r} of step {row.step} is not a list ({error})"
+        ) from error
 
 
 def _read_message(file: BinaryIO) -> bytes | None:
-    """Return the next record batch, or None at the regular end; EOFError if it is cut, ValueError if it is too large.
+    """Return the next record batch, or None at the regular end; EOFError if it is cut,
+    ValueError if it is too large.
 
     Compressed buffers begin with their size, so that a few bytes may stand for any number of rows.
     """
@@ -246,7 +285,9 @@ def _read_message(file: BinaryIO) -> bytes | None:
         raise EOFError("it ends early")
     buffers = _field(metadata, batch, 2)
     buffers += _number(metadata, buffers, 4) + 4
-    places = range(buffers, buffers + 16 * min(_number(metadata, buffers - 4, 4), len(metadata) // 16), 16)
+    places = range(
+        buffers, buffers + 16 * min(_number(metadata, buffers - 4, 4), len(metadata) // 16), 16
+    )
     starts = (_number(metadata, place, 8) for place in places if _number(metadata, place + 8, 8))
     if _field(metadata, batch, 3):
         sizes = [_number(body, start, 8) for start in starts]  # -1 if it was not compressed
@@ -264,7 +305,11 @@ def _field(content: bytes, table: int, number: int) -> int:
 
 def _number(content: bytes, start: int, num_bytes: int) -> int:
     """Return a little-endian number in a message, 0 for a place before its beginning."""
-    return int.from_bytes(content[start : start + num_bytes], "little", signed=True) if start > 0 else 0
+    return (
+        int.from_bytes(content[start : start + num_bytes], "little", signed=True)
+        if start > 0
+        else 0
+    )
 
 
 def _was_killed_in_header(path: Path, run_id: str) -> bool:
@@ -290,8 +335,13 @@ def _digest_batch(batch: pa.RecordBatch) -> bytes:
     for column in batch.columns:
         if pa.types.is_string(column.type):
             _, offsets, data = column.buffers()
-            ends = np.frombuffer(offsets, dtype="<i4")[column.offset : column.offset + len(column) + 1]
-            parts += [np.diff(ends).tobytes(), b"" if data is None else data[ends[0] : ends[-1]].to_pybytes()]
+            ends = np.frombuffer(offsets, dtype="<i4")[
+                column.offset : column.offset + len(column) + 1
+            ]
+            parts += [
+                np.diff(ends).tobytes(),
+                b"" if data is None else data[ends[0] : ends[-1]].to_pybytes(),
+            ]
         else:
             parts.append(column.to_numpy().tobytes())
     return format_digest(digest_bytes(b"".join(parts))).encode()

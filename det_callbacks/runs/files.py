@@ -1,23 +1,31 @@
-"""The names of a run's files, how these are opened, and the error for a damaged file.
+"""The names of a run's files; how files are opened, read and written, and what can go wrong.
 
-A run may come from somebody else: a link in it may lead anywhere, and a size in it may be any number. So nothing
-follows a link in a run's folder, and sizes are compared with limits before anything of that size is read.
+A run may come from somebody else: a link in it may lead anywhere, and a size in it may be any
+number. So nothing follows a link in a run's folder, and sizes are compared with limits before
+anything of that size is read.
+
+All writing to disk: a failed write is a ``WriteError``, which ends a program with exit status 2.
+
+A run stays readable: files are replaced as a whole or appended to, and nothing follows a partly
+written message. ``tests/contract/test_house.py`` finds a write outside of ``writing``.
 """
 
 import errno
 import os
 import re
 import stat
-from collections.abc import Collection, Iterator
+import uuid
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from types import TracebackType
+from typing import BinaryIO, Literal, Self, TypeVar
 
 import msgspec
 import pyarrow as pa
 
 from det_callbacks.digest.host import digest_bytes, format_digest
-from det_callbacks.errors import ReferenceFormatError
+from det_callbacks.errors import ReferenceFormatError, WriteError
 
 FORMAT_VERSION = 2
 
@@ -29,7 +37,9 @@ SOURCES = "sources"
 NONDETERMINISTIC_FILE = "nondeterministic_ops.json"
 
 MAX_ROWS = 2_000_000
-"""Sites of a step, and rows of a table: ten times the rows of all programs that a recorder keeps (call_graph.py)."""
+"""Sites of a step, and rows of a table: ten times the rows of all programs that a
+recorder keeps (call_graph.py).
+"""
 MAX_VALUES = 16 * MAX_ROWS
 """Values in all columns of a table, or of a record batch of evidence."""
 MAX_BYTES = 1 << 28
@@ -37,11 +47,12 @@ MAX_BYTES = 1 << 28
 
 LOCK_FILE = ".lock"
 
-# Folders in a run's folder with its replacement: until it may take its place, while the earlier run is removed, while
-# the replacement moves. After a kill, the name says what is left to do.
+# Folders in a run's folder with its replacement: until it may take its place, while the earlier run
+# is removed, while the replacement moves. After a kill, the name says what is left to do.
 REPLACEMENT, COMPLETE, MOVING = ".replacement", ".complete", ".moving"
 
-DISAGREEMENT = ".disagreement"  # folder with what a resumed recording found different, until the recording ends
+# folder with what a resumed recording found different, until the recording ends
+DISAGREEMENT = ".disagreement"
 
 OUR_NAME = re.compile(
     rf"{MANIFEST}|{PROGRAMS}|{SITES}|{LAYOUTS}|{SOURCES}|verdict\.json|report\.html|rank-\d{{5}}"
@@ -57,17 +68,36 @@ READ_ERRORS = (
 )
 """The errors that reading a damaged file may raise."""
 
+ANOTHER_FOLDER: Mapping[str, str] = {
+    # purpose of a run -> what names another folder
+    "record": (
+        "record to another folder (reference of DeterminismCallback or TrainingRun, name of "
+        "ObserverContext, RUN of det-callbacks record)"
+    ),
+    "verify": (
+        "pass another folder for the results (current of DeterminismCallback or TrainingRun, name "
+        "of ObserverContext, --current of det-callbacks verify, --to of det-callbacks check)"
+    ),
+    "audit": "pass another folder for the results (current of DeterminismCallback or TrainingRun)",
+}
+_ANY_FOLDER = (
+    "pass another folder (reference or current of DeterminismCallback; RUN of det-callbacks "
+    "record, --current of verify, --to of check)"
+)
+
 
 def damaged(path: Path, what: object) -> ReferenceFormatError:
     return ReferenceFormatError(
-        f"{path} is damaged: {what}. Other files of the run were not checked; record the run again, or restore this "
-        "file from a copy.",
+        f"{path} is damaged: {what}. Other files of the run were not checked; record the run "
+        "again, or restore this file from a copy.",
         str(path),
     )
 
 
 def open_without_links(path: str, flags: int) -> int:
-    """Open a regular file, for ``open(..., opener=...)``; OSError for a link, a pipe, a device or a folder."""
+    """Open a regular file, for ``open(..., opener=...)``; OSError for a link, a pipe,
+    a device or a folder.
+    """
     flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # not on Windows
     try:
         descriptor = os.open(path, flags, 0o666)
@@ -93,7 +123,9 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         with open_file(path) as file:
             yield file
     except OSError as error:
-        raise damaged(path, f"it is missing or cannot be read, although run.json has it ({error})") from error
+        raise damaged(
+            path, f"it is missing or cannot be read, although run.json has it ({error})"
+        ) from error
 
 
 def read_file(path: Path, limit: int = MAX_BYTES) -> bytes:
@@ -124,14 +156,16 @@ def refuse_links(folder: Path, ranks: Collection[int] | None = None) -> None:
         for name in (*folders, *files):
             if os.path.islink(path := os.path.join(place, name)):
                 raise ReferenceFormatError(
-                    f"{path} is a link to {os.readlink(path)}, and a run holds no links. It was not followed, and "
-                    "nothing was changed. Remove it, or copy the run without links (cp -rL).",
+                    f"{path} is a link to {os.readlink(path)}, and a run holds no links. It was "
+                    "not followed, and nothing was changed. Remove it, or copy the run without "
+                    "links (cp -rL).",
                     path,
                 )
 
 
 def _refuse_unreadable(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError | NotADirectoryError):  # no run, or another process has removed it
+    # no run, or another process has removed it
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
         raise damaged(Path(error.filename), error) from error
 
 
@@ -158,7 +192,9 @@ Content = TypeVar("Content")
 
 
 def read_json(path: Path, kind: type[Content]) -> Content:
-    """Return the content of a JSON file; raise ReferenceFormatError, which names a field of the wrong type."""
+    """Return the content of a JSON file; raise ReferenceFormatError,
+    which names a field of the wrong type.
+    """
     try:
         return msgspec.json.decode(read_file(path), type=kind)
     except READ_ERRORS as error:
@@ -173,7 +209,9 @@ class _Sealed(msgspec.Struct):
 def seal(content: object, *, run_id: str) -> bytes:
     """Return a line of JSON with a digest of the content and the run's id."""
     text = msgspec.json.encode(content)
-    return msgspec.json.encode(_Sealed(digest=_seal_digest(text, run_id), content=msgspec.Raw(text)))
+    return msgspec.json.encode(
+        _Sealed(digest=_seal_digest(text, run_id), content=msgspec.Raw(text))
+    )
 
 
 def unseal(line: bytes, kind: type[Content], *, run_id: str) -> Content:
@@ -186,3 +224,104 @@ def unseal(line: bytes, kind: type[Content], *, run_id: str) -> Content:
 
 def _seal_digest(content: bytes, run_id: str) -> str:
     return format_digest(digest_bytes(run_id.encode() + content))
+
+
+@contextmanager
+def writing(path: str | Path, *, instead: str = _ANY_FOLDER) -> Iterator[None]:
+    """Turn an OSError of the block into a ``WriteError``; ``instead`` says what the user can do."""
+    try:
+        yield
+    except OSError as error:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        todo = f"free some space, or {instead}" if is_full else instead
+        text = f"Cannot write {path}: {_reason(Path(path), error)}; {todo}."
+        raise WriteError(text, str(path)) from error
+
+
+def _reason(path: Path, error: OSError) -> str:
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        for place in (path, *path.parents):
+            if os.path.lexists(place) and not os.path.isdir(place):
+                subject = "it" if place == path else str(place)
+                if not os.path.exists(place):
+                    return f"{subject} is a link to {os.readlink(place)}, which does not exist"
+                return f"{subject} is a file"
+    return error.strerror or str(error)
+
+
+def make_folder(path: Path, *, instead: str = _ANY_FOLDER) -> None:
+    """Make a folder and its parents."""
+    with writing(path, instead=instead):
+        path.mkdir(parents=True, exist_ok=True)
+
+
+def open_to_write(path: Path, mode: Literal["wb", "ab", "a+b"], *, buffering: int = -1) -> BinaryIO:
+    """Open a file, and never what a link in its place leads to; inside ``writing``."""
+    return open(path, mode, buffering, opener=open_without_links)
+
+
+def list_folder(path: Path, *, instead: str = _ANY_FOLDER) -> list[Path]:
+    """Return what is in a folder that is about to be written."""
+    with writing(path, instead=instead):
+        return [*path.iterdir()]
+
+
+def replace_atomically(path: Path, content: bytes, *, instead: str = _ANY_FOLDER) -> None:
+    """Write a file so that a reader sees its new or its old content."""
+    # processes of two nodes may have the same number
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{uuid.uuid4().int % 10**9:09d}.tmp")
+    with writing(path, instead=instead):
+        try:
+            with open_to_write(temporary, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:  # Ctrl-C too: raised again
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+class AppendedFile:
+    """A file of whole messages, each appended with one system call and without fsync.
+
+    A failed write refuses all later ones: readers accept a torn tail,
+    and half a message in the middle is damage.
+    """
+
+    def __init__(self, path: Path, *, is_new: bool) -> None:
+        self._path = path
+        self.is_broken = False
+        with writing(path):
+            self._file = open_to_write(path, "wb" if is_new else "ab", buffering=0)
+
+    def write(self, content: bytes) -> int:
+        num_bytes = len(content)
+        with writing(self._path):
+            if self.is_broken:
+                raise OSError(errno.EIO, "an earlier write failed")
+            self.is_broken = True  # even after Ctrl-C
+            num_written = self._file.write(content)
+            if num_written != num_bytes:
+                raise OSError(errno.ENOSPC, f"only {num_written} of {num_bytes} bytes had room")
+            self.is_broken = False
+        return num_bytes
+
+    def flush(self) -> None:
+        """Do nothing: nothing is buffered."""
+
+    @property
+    def closed(self) -> bool:
+        return self._file.closed
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with writing(self._path):  # a network file system may only now report a full disk
+            self._file.close()

@@ -1,4 +1,6 @@
-"""The metrics that a run logs on rank 0: after validations, epochs and tests, or between two steps."""
+"""The metrics that a run logs on rank 0: after validations, epochs and tests,
+or between two steps.
+"""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -11,8 +13,9 @@ from det_callbacks.runs.store import Run
 
 CALLS = ("trainer.validate", "trainer.test")  # sources of metrics without a fit
 
-# A reading without metrics: a process resumed from a checkpoint, and may lack readings of this step. Lightning leaves
-# out what ended before a checkpoint was saved, and restarts the mean of an epoch in its middle.
+# A reading without metrics: a process resumed from a checkpoint, and may lack readings of this
+# step. Lightning leaves out what ended before a checkpoint was saved, and restarts the mean of an
+# epoch in its middle.
 RESUMED = "resumed"
 
 # Readings of a TrainingRun, whose loop may log after any step.
@@ -40,8 +43,9 @@ class Metric:
 class ReadRow(NamedTuple):
     """Something that the metrics of a reading depend on, with its value as text.
 
-    The length of the data of a loader, the state of a generator after the metrics were computed, a tensor of the first
-    batch of a loader, or that another hook than usual began the epoch, so that other metrics may be logged.
+    The length of the data of a loader, the state of a generator after the metrics were computed, a
+    tensor of the first batch of a loader, or that another hook than usual began the epoch, so that
+    other metrics may be logged.
     """
 
     kind: Literal["length", "generator", "batch", "hook"]
@@ -73,7 +77,9 @@ class Reading:
 
     @property
     def is_after_fit(self) -> bool:
-        """Whether it is of a call after the fit; calls before the first fit are in the same file."""
+        """Whether it is of a call after the fit; calls before the first fit are
+        in the same file.
+        """
         return self.where in CALLS and self.step >= 0
 
     @property
@@ -86,9 +92,13 @@ class Reading:
         """Where the reading was made, in words."""
         if self.where in CALLS:
             call = f" (call {self.number + 1})" if self.number else ""
-            return f"in {self.where}{call}" + (f" after step {self.step}" if self.is_after_fit else "")
+            return f"in {self.where}{call}" + (
+                f" after step {self.step}" if self.is_after_fit else ""
+            )
         if self.where in ("validation", LOG):
-            return f"{'logged' if self.where == LOG else 'in the validation'} after step {self.step}"
+            return (
+                f"{'logged' if self.where == LOG else 'in the validation'} after step {self.step}"
+            )
         return f"of epoch {self.epoch}"
 
 
@@ -114,16 +124,26 @@ def read_metrics(run: Run, segment: int) -> Readings:
     An epoch that began in one attempt and ended in another has no reading.
     """
     run_id = run.manifest.run_id
-    attempts = [[*_read(metrics_path(stream), run_id, num_listed=told)] for stream, told in run.streams(segment)]
-    ends = [{reading.step for reading in attempt if reading.where in (RESUMED, "epoch")} for attempt in attempts]
+    attempts = [
+        [*_read(metrics_path(stream), run_id, num_listed=told)]
+        for stream, told in run.streams(segment)
+    ]
+    ends = [
+        {reading.step for reading in attempt if reading.where in (RESUMED, "epoch")}
+        for attempt in attempts
+    ]
     by_key: dict[tuple[str, int, bool], Reading] = {}
     for attempt in attempts:
         by_key = {key: reading for key, reading in by_key.items() if not reading.is_after_fit}
         for reading in attempt:
-            is_cut = reading.where == "epoch" and any(_passes_through(reading.step, steps) for steps in ends)
+            is_cut = reading.where == "epoch" and any(
+                _passes_through(reading.step, steps) for steps in ends
+            )
             if reading.where != RESUMED and not is_cut:
                 by_key.setdefault(reading.key, reading)
-    resumed = {reading.step for attempt in attempts for reading in attempt if reading.where == RESUMED}
+    resumed = {
+        reading.step for attempt in attempts for reading in attempt if reading.where == RESUMED
+    }
     in_order = sorted(by_key.items(), key=lambda item: item[1].order)
     return Readings(by_key=dict(in_order), resumed=resumed)
 
@@ -136,7 +156,8 @@ def _read(path: Path, run_id: str, *, num_listed: int) -> Iterator[Reading]:
     number = 0
     if os.path.lexists(path):
         with opened(path) as file:
-            while (line := file.readline(MAX_BYTES)).endswith(b"\n"):  # the last line may be incomplete
+            # the last line may be incomplete
+            while (line := file.readline(MAX_BYTES)).endswith(b"\n"):
                 number += 1
                 try:
                     reading = unseal(line[:-1], Reading, run_id=run_id)
@@ -144,7 +165,9 @@ def _read(path: Path, run_id: str, *, num_listed: int) -> Iterator[Reading]:
                         raise ValueError(f"it was made at an unknown place, {reading.where!r}")
                     yield reading
                 except READ_ERRORS as error:
-                    raise damaged(path, f"line {number} is not a reading of metrics ({error})") from error
+                    raise damaged(
+                        path, f"line {number} is not a reading of metrics ({error})"
+                    ) from error
             if len(line) == MAX_BYTES:
                 raise damaged(path, f"line {number + 1} has no end")
     if number < num_listed:

@@ -1,7 +1,7 @@
 """The parts of a recorded step: its ordered sites (the program), their layouts, and their digests.
 
-Layouts are separate, so a model whose shapes change every step has one program. ``SiteRow`` separates a site from
-its position, since the programs of different steps share most sites.
+Layouts are separate, so a model whose shapes change every step has one program. ``SiteRow``
+separates a site from its position, since the programs of different steps share most sites.
 """
 
 import json
@@ -23,15 +23,22 @@ from det_callbacks.digest.host import digest_bytes
 # What the 64 bits of a site are; a digest of a tensor unless the comment says otherwise.
 Role = Literal[
     "output",  # written by an op (returned, or mutated in place)
-    "value",  # no tensor: a Python scalar that an op returned (``_local_scalar_dense``), float64, int64 or bool
-    "argument",  # no tensor: the numbers among the arguments of the following op (see ``Site.varying``)
+    # no tensor: a Python scalar that an op returned
+    # (``_local_scalar_dense``), float64, int64 or bool
+    "value",
+    # no tensor: the numbers among the arguments of the following op (see ``Site.varying``)
+    "argument",
     "input",  # read by an op, and not written by a recorded site of this step
     "generator",  # no tensor: the state of a random generator
     "named",  # batch, loss, gradient, parameter, buffer, optimizer state, module output
     "samples",  # a batch tensor, whatever the order of its samples (dimension 0)
     "sent",  # the rank's input of a collective, before the call; 0 without a layout if it has none
-    "delivered",  # written by a collective, at its first read; 0 and IN_FLIGHT if read before the collective was done
-    "graph",  # no tensor: a compiled region about to run; also in the layout, so that another region is structure
+    # written by a collective, at its first read; 0 and IN_FLIGHT if read
+    # before the collective was done
+    "delivered",
+    # no tensor: a compiled region about to run; also in the layout,
+    # so that another region is structure
+    "graph",
     "region_input",  # input of a compiled region, or the bits of a number that is
     "graph_output",  # memory that a replayed CUDA graph may have written, at its first read
 ]
@@ -41,11 +48,13 @@ IDLE = 0
 
 SubjectKind = Literal[
     "",  # it has no name
-    "tensor",  # a parameter, a buffer, a part of the batch, the loss, an output, an observation: of its name
+    # a parameter, a buffer, a part of the batch, the loss, an output, an observation: of its name
+    "tensor",
     "gradient",  # of a tensor
     "state",  # of an optimizer for a parameter: of "net.weight", part "exp_avg"
     "further",  # state of a scheduler, a scaler, an averaged model: of "StepLR", part "last_epoch"
-    "generator",  # of "torch.cpu"; at the step's end the part is AT_END, for one that an op was given PASSED
+    # of "torch.cpu"; at the step's end the part is AT_END, for one that an op was given PASSED
+    "generator",
 ]
 """What a site is of."""
 
@@ -83,7 +92,9 @@ class Subject(TypedDict):
 
 
 def subject_of(name: str | None, *, phase: str, role: str) -> Subject:
-    """Return the fields of a site that say what it is of, from the name that it has while it is recorded."""
+    """Return the fields of a site that say what it is of, from the name that it
+    has while it is recorded.
+    """
     if not name:
         return Subject(subject="", of="", part="")
     if role == "generator" or phase == "rng":
@@ -104,7 +115,8 @@ def subject_of(name: str | None, *, phase: str, role: str) -> Subject:
 
 
 # Layout details of sites.
-UNWRITTEN = "written by nothing seen"  # without bits: allocated memory that no recorded op has written
+# without bits: allocated memory that no recorded op has written
+UNWRITTEN = "written by nothing seen"
 READS = "reads "  # prefix for an input or a forward op that reads part of a tensor
 IN_FLIGHT = "in flight"  # without bits: the tensor was read before the collective was done
 UNREAD = "not looked into"  # an object in a batch that cannot be digested; the dtype names its type
@@ -112,10 +124,12 @@ UNREAD = "not looked into"  # an object in a batch that cannot be digested; the 
 COLLECTIVES = ("c10d.", "_c10d_functional")  # namespaces of ops
 REGION = "compiled."  # namespace of the sites of compiled regions: ``compiled.Net_forward.inputs``
 KERNEL = "inductor."  # namespace of the kernels of a compiled region: ``inductor.cpp_fused_gelu_0``
-MISSES_PARAMETERS = "reads_parameters_without_digest"  # argument of a region whose parameters have no rows
+# argument of a region whose parameters have no rows
+MISSES_PARAMETERS = "reads_parameters_without_digest"
 GRAPH = "cuda_graph"  # name of replayed graphs in the coverage
 
-# Compact JSON in UTF-8, ten times as fast as json.dumps, which took most of the time to read a program.
+# Compact JSON in UTF-8, ten times as fast as json.dumps, which took most of
+# the time to read a program.
 to_json = msgspec.json.Encoder().encode
 
 to_compact_json = json.JSONEncoder(separators=(",", ":")).encode
@@ -125,21 +139,24 @@ to_compact_json = json.JSONEncoder(separators=(",", ":")).encode
 class Site(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One place in a step where 64 bits are recorded.
 
-    A struct, since a run has many: it takes a fifth of a dataclass's time to make and a twentieth to copy.
+    A struct, since a run has many: it takes a fifth of a dataclass's time to
+    make and a twentieth to copy.
     """
 
     phase: str
     module: str  # qualified name in the LightningModule; "" outside any module, "?" when unknown
     op: str = ""
-    occurrence: int = 0  # number of such sites before it in the step; a label, never a key for alignment
+    # number of such sites before it in the step; a label, never a key for alignment
+    occurrence: int = 0
     output: int = 0
     role: Role
     subject: SubjectKind = ""
     of: str = ""  # "net.weight", "batch[0]", "torch.cpu"
     part: str = ""  # "exp_avg"
-    arguments: str = "{}"  # JSON object of the op's arguments by name, without tensors and ``varying``
-    # names of the number arguments, which the program leaves out; the preceding site, of role argument, holds their
-    # values, see ``argument_bits``
+    # JSON object of the op's arguments by name, without tensors and ``varying``
+    arguments: str = "{}"
+    # names of the number arguments, which the program leaves out; the preceding site, of role
+    # argument, holds their values, see ``argument_bits``
     varying: tuple[str, ...] = ()
     inputs: tuple[int, ...] = ()  # positions of the sites that this site read, ascending
     recomputed: bool = False  # repeated by activation checkpointing
@@ -147,7 +164,9 @@ class Site(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def name(self) -> str | None:
-        """What it is of, as text: "net.weight", "grad of net.weight", "exp_avg of net.weight"; None for no name."""
+        """What it is of, as text: "net.weight", "grad of net.weight", "exp_avg of
+        net.weight"; None for no name.
+        """
         if self.subject == "gradient":
             return f"grad of {self.of}"
         if self.subject == "state":
@@ -165,7 +184,9 @@ class Site(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def owner(self) -> str:
-        """The module that a named tensor belongs to: "net.head" for the gradient of net.head.weight; "" for none."""
+        """The module that a named tensor belongs to: "net.head" for the gradient of
+        net.head.weight; "" for none.
+        """
         return self.of.rpartition(".")[0] if self.subject in ("tensor", "gradient", "state") else ""
 
     @property
@@ -187,7 +208,8 @@ class Site(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class SiteRow:
     """A site without its position, inputs and occurrence, which the program adds.
 
-    ``kind`` is a 64-bit digest of the row without its source lines (JSON, UTF-8); ``id`` includes the source lines.
+    ``kind`` is a 64-bit digest of the row without its source lines (JSON, UTF-8);
+    ``id`` includes the source lines.
     """
 
     site: Site
@@ -199,7 +221,16 @@ class SiteRow:
         source = tuple(map(without_surrogates, site.source))
         if site.occurrence or site.inputs or site.source != source:
             site = replace(site, occurrence=0, inputs=(), source=source)
-        place = [site.phase, site.module, site.op, site.output, site.role, site.subject, site.of, site.part]
+        place = [
+            site.phase,
+            site.module,
+            site.op,
+            site.output,
+            site.role,
+            site.subject,
+            site.of,
+            site.part,
+        ]
         kind = to_json([*place, site.arguments, site.varying, site.recomputed])
         with_source = kind.removesuffix(b"]") + b"," + to_json(source) + b"]"
         return cls(site, digest_bytes(kind), digest_bytes(with_source))
@@ -209,8 +240,8 @@ class SiteRow:
 class TensorLayout:
     """The layout of a tensor in memory; a Python scalar has the dtype "float", "int" or "bool".
 
-    ``detail`` is the placements of a DTensor, a layout such as "sparse_coo", or the parts of tensors that the op reads
-    ("reads argument 1 from element 8 by [16, 1]").
+    ``detail`` is the placements of a DTensor, a layout such as "sparse_coo", or the parts of
+    tensors that the op reads ("reads argument 1 from element 8 by [16, 1]").
     """
 
     dtype: str
@@ -220,7 +251,9 @@ class TensorLayout:
 
     @property
     def part_read(self) -> str | None:
-        """Which parts of its tensors an op reads, as text, or None if it reads them whole or the detail is another."""
+        """Which parts of its tensors an op reads, as text, or None if it reads them whole
+        or the detail is another.
+        """
         return self.detail.removeprefix(READS) if self.detail.startswith(READS) else None
 
 
@@ -229,7 +262,9 @@ def describe_tensor(entry: TensorLayout | None) -> str:
     if entry is None:
         return "-"
     shape = f" {list(entry.shape)}" if entry.shape or entry.stride else ""
-    return f"{entry.dtype}{shape}" + (f" {entry.detail}" if entry.detail and entry.part_read is None else "")
+    return f"{entry.dtype}{shape}" + (
+        f" {entry.detail}" if entry.detail and entry.part_read is None else ""
+    )
 
 
 def is_collective(op: str) -> bool:
@@ -242,19 +277,23 @@ def is_region(op: str) -> bool:
 
 
 def reads_expanded(layout: TensorLayout) -> bool:
-    """Return whether an op read an element of a tensor several times, as broadcasting does: a stride is 0."""
+    """Return whether an op read an element of a tensor several times, as
+    broadcasting does: a stride is 0.
+    """
     return re.search(r"by \[(.*, )?0[],]", layout.detail) is not None
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """The ordered sites of one step; the counts of ops are for the coverage, and do not affect ``id``.
+    """The ordered sites of one step; the counts of ops are for the coverage,
+    and do not affect ``id``.
 
     Attributes:
         rows: the sites by position; programs share rows.
         num_read: number of sites that each site reads, int32.
         read: the positions of the sites read, site by site, ascending for each, int32.
-        text: source lines as traced, of this program and others: "train.py:41" -> the lines 40 to 42.
+        text: source lines as traced, of this program and others:
+            "train.py:41" -> the lines 40 to 42.
     """
 
     rows: tuple[SiteRow, ...]
@@ -277,35 +316,58 @@ class Program:
         return len(self.rows)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Program) and (self.sites, self.counts) == (other.sites, other.counts)
+        return isinstance(other, Program) and (self.sites, self.counts) == (
+            other.sites,
+            other.counts,
+        )
 
     __hash__ = None  # type: ignore[assignment]  # use ``id`` instead
 
     @property
     def leaves_out_ops(self) -> bool:
-        """Whether ops ran whose outputs nothing recorded: outside the selection, or in another thread."""
+        """Whether ops ran whose outputs nothing recorded: outside the selection,
+        or in another thread.
+        """
         return not self.ops_skipped.keys().isdisjoint(("unselected", "other_thread"))
 
     @property
     def counts(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("ops_seen", "ops_digested", "ops_skipped", "opaque_regions")}
+        return {
+            name: getattr(self, name)
+            for name in ("ops_seen", "ops_digested", "ops_skipped", "opaque_regions")
+        }
 
     @cached_property
     def id(self) -> int:
-        """64-bit digest of the rows' kinds in order, how many sites each reads, and which (little-endian)."""
+        """64-bit digest of the rows' kinds in order, how many sites each reads,
+        and which (little-endian).
+        """
         kinds = np.array([row.kind for row in self.rows], dtype="<u8")
-        return digest_bytes(kinds.tobytes() + self.num_read.astype("<i4").tobytes() + self.read.astype("<i4").tobytes())
+        return digest_bytes(
+            kinds.tobytes()
+            + self.num_read.astype("<i4").tobytes()
+            + self.read.astype("<i4").tobytes()
+        )
 
     @cached_property
     def sites(self) -> tuple[Site, ...]:
-        """The sites in order, with position, inputs and occurrence; the first call takes 5 microseconds a site."""
+        """The sites in order, with position, inputs and occurrence; the first call takes 5
+        microseconds a site.
+        """
         read, ends = self.read.tolist(), np.cumsum(self.num_read).tolist()
         counts: Counter[tuple[str, str, str, int, str, str | None]] = Counter()
         sites = []
         begin = 0
         for row, end in zip(self.rows, ends, strict=True):
             site = row.site
-            key = (site.phase, site.module, site.op, site.output, site.role, site.name if site.op == "" else None)
+            key = (
+                site.phase,
+                site.module,
+                site.op,
+                site.output,
+                site.role,
+                site.name if site.op == "" else None,
+            )
             if begin < end or counts[key]:
                 site = replace(site, occurrence=counts[key], inputs=tuple(read[begin:end]))
             counts[key] += 1
@@ -336,18 +398,26 @@ class Program:
 
     @cached_property
     def edges(self) -> tuple[np.ndarray, np.ndarray]:
-        """Two int64 arrays with an entry for each edge: the position of the reader, and that of the site read."""
+        """Two int64 arrays with an entry for each edge: the position of the reader,
+        and that of the site read.
+        """
         return np.repeat(np.arange(len(self)), self.num_read), self.read.astype(np.int64)
 
 
 def lines_of_reader(program: Program, position: int) -> tuple[str, ...]:
-    """Return the lines of the op that calls a kernel, or that alone reads a generator or made a gradient's output."""
+    """Return the lines of the op that calls a kernel, or that alone reads a generator or
+    made a gradient's output.
+    """
     sites, site = program.sites, program.sites[position]
     if site.is_kernel:  # inductor took it from its cache: the lines of the region's call
         return next((one.source for one in reversed(sites[:position]) if one.role == "graph"), ())
     given = [position] if site.subject == "generator" and site.part == PASSED else []
     if site.subject == "gradient" and site.phase == "backward" and not site.op:
-        outputs = [one for one in sites if (one.module, one.subject, one.of) == (site.module, "tensor", site.of)]
+        outputs = [
+            one
+            for one in sites
+            if (one.module, one.subject, one.of) == (site.module, "tensor", site.of)
+        ]
         given = [*outputs[0].inputs] if len(outputs) == 1 else []
     readers = program.edges[0][np.isin(program.edges[1], given)].tolist() if given else []
     found = {sites[at].source for at in readers if sites[at].op and sites[at].phase != "backward"}
@@ -357,12 +427,15 @@ def lines_of_reader(program: Program, position: int) -> tuple[str, ...]:
 def edges_of(sites: Sequence[Site]) -> tuple[np.ndarray, np.ndarray]:
     """Return ``num_read`` and ``read`` of a ``Program`` with these sites."""
     num_read = np.array([len(site.inputs) for site in sites], dtype=np.int32)
-    read = np.fromiter(chain.from_iterable(site.inputs for site in sites), dtype=np.int32, count=num_read.sum())
+    read = np.fromiter(
+        chain.from_iterable(site.inputs for site in sites), dtype=np.int32, count=num_read.sum()
+    )
     return num_read, read
 
 
 def without_surrogates(text: str) -> str:
-    """Return a text that JSON and text columns accept: surrogate escapes become UTF-8 text, or backslash escapes.
+    """Return a text that JSON and text columns accept: surrogate escapes become UTF-8 text,
+    or backslash escapes.
 
     Python makes surrogates from a path or an argument that is not UTF-8, or if the locale is C.
     """
@@ -377,7 +450,9 @@ def without_surrogates(text: str) -> str:
 
 @dataclass(frozen=True)
 class Layout:
-    """The layouts of one step, one entry per site, or None for a site without a tensor (argument, generator)."""
+    """The layouts of one step, one entry per site, or None for a site without a
+    tensor (argument, generator).
+    """
 
     entries: tuple[TensorLayout | None, ...]
 
@@ -387,12 +462,17 @@ class Layout:
     @cached_property
     def dtypes(self) -> np.ndarray:
         """Dtype by position, as text; "" for a site without a tensor."""
-        return np.array(["" if entry is None else entry.dtype for entry in self.entries], dtype=np.str_)
+        return np.array(
+            ["" if entry is None else entry.dtype for entry in self.entries], dtype=np.str_
+        )
 
     @cached_property
     def unread(self) -> str:
         """Type of the first object in the batch that could not be digested; "" if there is none."""
-        return next((entry.dtype for entry in self.entries if entry is not None and entry.detail == UNREAD), "")
+        return next(
+            (entry.dtype for entry in self.entries if entry is not None and entry.detail == UNREAD),
+            "",
+        )
 
     @cached_property
     def id(self) -> int:
@@ -424,8 +504,12 @@ class StepRecord:
     segment: int = 0
 
 
-def chain_digest(previous: int, step: int, epoch: int, program_id: int, layout_id: int, digests: np.ndarray) -> int:
-    """Return the chain at a step: the digest of all these numbers in order, 8 bytes each, little-endian."""
+def chain_digest(
+    previous: int, step: int, epoch: int, program_id: int, layout_id: int, digests: np.ndarray
+) -> int:
+    """Return the chain at a step: the digest of all these numbers in order,
+    8 bytes each, little-endian.
+    """
     head = struct.pack("<5Q", previous, step, epoch, program_id, layout_id)
     return digest_bytes(head + np.ascontiguousarray(digests, dtype="<u8").tobytes())
 
@@ -438,7 +522,8 @@ class StepView:
     record: StepRecord
     program: Program
     layout: Layout
-    unseen_writes: frozenset[int] = frozenset()  # sites that are not origins: an unseen write changed their inputs
+    # sites that are not origins: an unseen write changed their inputs
+    unseen_writes: frozenset[int] = frozenset()
     read_values: Callable[[], Mapping[int, str]] = dict  # digest of arguments -> their JSON text
     # if some ops were not checked for unseen writes: the sites of those that were
     checked: frozenset[int] | None = None
@@ -451,7 +536,9 @@ ArgumentTag = Literal["float", "int", "bool", "digest"]
 
 
 def plain_value(value: Any) -> Any:
-    """Return an op's argument in a form for JSON that does not depend on the process or a device index."""
+    """Return an op's argument in a form for JSON that does not depend on the
+    process or a device index.
+    """
     if value is None or isinstance(value, bool | str | int):
         return value
     if isinstance(value, float):
@@ -461,11 +548,14 @@ def plain_value(value: Any) -> Any:
         return value.type
     if isinstance(value, complex) or (kind.__module__ == "torch" and kind.__name__ in _TORCH_WORDS):
         return str(value)
-    return [plain_value(item) for item in value] if isinstance(value, list | tuple) else kind.__name__
+    return (
+        [plain_value(item) for item in value] if isinstance(value, list | tuple) else kind.__name__
+    )
 
 
 def argument_bits(values: Sequence[Any]) -> tuple[int, ArgumentTag, str | None]:
-    """Return 64 bits for the numbers of a call, how to read these, and the JSON text that they are a digest of.
+    """Return 64 bits for the numbers of a call, how to read these,
+    and the JSON text that they are a digest of.
 
     The bits of a single number are its value, without a text.
     """

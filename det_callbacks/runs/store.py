@@ -1,28 +1,48 @@
-"""Reads a run folder, which docs/reference/run-folder.md describes."""
+"""Where a run is, which docs/reference/run-folder.md describes, and how it is read."""
 
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
 
-from det_callbacks.errors import ReferenceNotFoundError
+from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError, RunExistsError
 from det_callbacks.runs import files, tables
 from det_callbacks.runs.evidence import NondeterministicOp, read_checked, read_values
-from det_callbacks.runs.files import read_json
-from det_callbacks.runs.manifest import Manifest, read_manifest
+from det_callbacks.runs.files import (
+    ANOTHER_FOLDER,
+    LAYOUTS,
+    MANIFEST,
+    PROGRAMS,
+    REPLACEMENT,
+    SITES,
+    list_folder,
+    make_folder,
+    read_json,
+)
+from det_callbacks.runs.lock import FolderLock, finish_replacing, our_files, remove, settle
+from det_callbacks.runs.manifest import Manifest, Purpose, read_manifest
 from det_callbacks.runs.program import Layout, Program, StepRecord, StepView
-from det_callbacks.runs.replacement import settle
-from det_callbacks.runs.source_text import read_source_text
-from det_callbacks.runs.stream import Fit, StreamFile, make_fit
+from det_callbacks.runs.steps import Fit, StreamFile, make_fit
+from det_callbacks.runs.tables import read_source_text
 
 _CACHED = 64
 _EMPTY = make_fit()
 
+HOW_TO_OVERWRITE = "det-callbacks record: --overwrite, Hydra: determinism.overwrite=true"
+HOW_TO_CONTINUE = (
+    "Lightning: ckpt_path, Hugging Face: resume_from_checkpoint, TrainingRun: resume_from"
+)
+
+_VERDICT_FILES = ("verdict.json", "report.html")
+
 
 class RankRun:
-    """The steps of one process, read on demand, each from its latest attempt; KeyError for an unknown step."""
+    """The steps of one process, read on demand, each from its latest attempt;
+    KeyError for an unknown step.
+    """
 
     def __init__(self, rank: int, files: Sequence[StreamFile]) -> None:
         self.rank = rank
@@ -33,7 +53,9 @@ class RankRun:
             fit = file.rows.copy()
             fit.files = index
             if len(fit):
-                file.chain_start = self.chain_before(file.segment, int(fit.steps[0])) if file.attempt else 0
+                file.chain_start = (
+                    self.chain_before(file.segment, int(fit.steps[0])) if file.attempt else 0
+                )
                 file.read(0)
             earlier = self.fit(file.segment)
             joined = np.concatenate((earlier[~np.isin(earlier.steps, fit.steps)], fit))
@@ -61,7 +83,9 @@ class RankRun:
 
     def steps(self, segment: int) -> np.ndarray:
         """Return the steps of a fit, int64, ascending."""
-        return self._steps[segment].copy() if segment in self._steps else np.zeros(0, dtype=np.int64)
+        return (
+            self._steps[segment].copy() if segment in self._steps else np.zeros(0, dtype=np.int64)
+        )
 
     def chain(self, segment: int, step: int) -> int:
         return int(self._fits[segment].chains[self._index(segment, step)])
@@ -82,7 +106,9 @@ class RankRun:
         return file.read(position)
 
     def check_steps(self) -> None:
-        """Check every step against the chains, including steps that a later attempt recorded again."""
+        """Check every step against the chains, including steps that a
+        later attempt recorded again.
+        """
         for file in self.files:
             file.check_steps()
 
@@ -106,7 +132,8 @@ class RankRun:
 
 
 class Run:
-    """A recorded run, opened for reading; ReferenceFormatError names a damaged, missing or foreign file.
+    """A recorded run, opened for reading; ReferenceFormatError names a damaged,
+    missing or foreign file.
 
     ``incomplete_reason`` is None if the last fit of every process ended normally.
     """
@@ -127,8 +154,12 @@ class Run:
         self._values = lru_cache(_CACHED)(read_values)
 
     @classmethod
-    def open(cls, path: str | Path, *, ranks: Sequence[int] | None = None, check_steps: bool = True) -> "Run":
-        """Open a run, or some of its ``ranks``; check every step against its chain now, or when it is read."""
+    def open(
+        cls, path: str | Path, *, ranks: Sequence[int] | None = None, check_steps: bool = True
+    ) -> "Run":
+        """Open a run, or some of its ``ranks``; check every step against its
+        chain now, or when it is read.
+        """
         path = Path(path)
         settle(path)
         run = cls(path, read_manifest(path), ranks)
@@ -138,17 +169,25 @@ class Run:
 
     @property
     def keeps(self) -> str:
-        """The steps that the folder holds: "all", or in that of a verify run only those "diverging"."""
+        """The steps that the folder holds: "all", or in that of a verify
+        run only those "diverging".
+        """
         return "all" if self.manifest.purpose == "record" else "diverging"
 
     @property
     def resumed_steps(self) -> frozenset[tuple[int, int]]:
         """The first step of each fit that resumed from a checkpoint, as (fit, step)."""
-        return frozenset((fit.segment, fit.step) for attempt in self.manifest.attempts for fit in attempt.resumed_from)
+        return frozenset(
+            (fit.segment, fit.step)
+            for attempt in self.manifest.attempts
+            for fit in attempt.resumed_from
+        )
 
     @property
     def segments(self) -> list[int]:
-        """Numbers of the fits that began, from 0; never empty: a run without a fit has one without steps."""
+        """Numbers of the fits that began, from 0; never empty:
+        a run without a fit has one without steps.
+        """
         return sorted({segment for *_, segment in self._places()})
 
     @property
@@ -165,7 +204,9 @@ class Run:
         """Return the steps of a process; raise ReferenceNotFoundError for an unknown rank."""
         if rank not in self._ranks:
             num = self.manifest.world_size
-            raise ReferenceNotFoundError(f"{self.path} has no rank {rank}; it has {num}, from 0.", str(self.path))
+            raise ReferenceNotFoundError(
+                f"{self.path} has no rank {rank}; it has {num}, from 0.", str(self.path)
+            )
         return self._ranks[rank]
 
     def nondeterministic_ops(self, rank: int) -> list[NondeterministicOp]:
@@ -173,16 +214,24 @@ class Run:
         return read_json(path, list[NondeterministicOp]) if os.path.lexists(path) else []
 
     def source_text(self, line: str) -> tuple[tuple[int, str], ...]:
-        """Return the lines around "train.py:41 in forward": ((40, "..."), (41, "..."), (42, "...")); () if unknown."""
+        """Return the lines around "train.py:41 in forward": ((40, "..."), (41, "..."), (42,
+        "...")); () if unknown.
+        """
         place = line.partition(" in ")[0]
         lines = self._text(self.path).get(place, ())
-        return tuple(enumerate(lines, start=max(1, int(place.rpartition(":")[2]) - 1))) if lines else ()
+        return (
+            tuple(enumerate(lines, start=max(1, int(place.rpartition(":")[2]) - 1)))
+            if lines
+            else ()
+        )
 
     def view(self, rank: int, segment: int, step: int) -> StepView:
         record = self.rank(rank).read(segment, step)
         program, layout = self.program(record.program_id), self.layout(record.layout_id)
         if not len(program) == len(layout) == len(record.digests):
-            sizes = f"its layout has {len(layout)}, and step {step} has {len(record.digests)} digests"
+            sizes = (
+                f"its layout has {len(layout)}, and step {step} has {len(record.digests)} digests"
+            )
             path = files.table_path(self.path, files.PROGRAMS, program.id)
             raise files.damaged(path, f"it has {len(program)} sites, {sizes}")
         stream = self.rank(rank).file_of(segment, step).path
@@ -194,7 +243,9 @@ class Run:
         return StepView(rank, record, program, layout, unseen, values, checked)
 
     def streams(self, segment: int) -> Iterator[tuple[Path, int]]:
-        """Yield rank 0's files of a fit, one per attempt, each with the number of metric readings in run.json."""
+        """Yield rank 0's files of a fit, one per attempt, each with the number of
+        metric readings in run.json.
+        """
         for attempt, segment_in_attempt, fit in self._places():
             if fit == segment:
                 num_readings = dict(enumerate(self.manifest.attempts[attempt].readings))
@@ -206,25 +257,142 @@ class Run:
         *earlier, _ = self.manifest.attempts
         for attempt, segment_in_attempt, segment in self._places():
             path = files.stream_path(self.path, rank, attempt, segment_in_attempt)
-            streams.append(StreamFile(path, run_id=self.manifest.run_id, rank=rank, attempt=attempt, segment=segment))
+            streams.append(
+                StreamFile(
+                    path, run_id=self.manifest.run_id, rank=rank, attempt=attempt, segment=segment
+                )
+            )
             # only the last fit of an attempt may have no end, if another attempt continued it
             if attempt == len(earlier) or segment_in_attempt + 1 < earlier[attempt].segments:
-                last = next(stream for stream in reversed(streams) if not self._left_nothing(stream))
+                last = next(
+                    stream for stream in reversed(streams) if not self._left_nothing(stream)
+                )
                 self.incomplete_reason = self.incomplete_reason or last.unfinished
         return RankRun(rank, streams)
 
     def _left_nothing(self, stream: StreamFile) -> bool:
-        """Return whether an attempt that resumed the run ended before its first step, without changing the run."""
+        """Return whether an attempt that resumed the run ended before its first step,
+        without changing the run.
+        """
         entry = self.manifest.attempts[stream.attempt]
         is_every_step = self.manifest.selection.is_every_step
         is_new = stream.attempt > 0 and entry.segments == 1 and not entry.resumed_from
         return is_new and is_every_step and stream.unfinished is not None and not len(stream.rows)
 
     def _places(self) -> Iterator[tuple[int, int, int]]:
-        """Yield attempt, fit in the attempt and fit of each stream; an attempt continues the last fit."""
+        """Yield attempt, fit in the attempt and fit of each stream;
+        an attempt continues the last fit.
+        """
         segment = 0
         for attempt, entry in enumerate(self.manifest.attempts):
             for segment_in_attempt in range(entry.segments):
                 if segment_in_attempt:
                     segment += 1
                 yield attempt, segment_in_attempt, segment
+
+
+def make_room(path: Path, *, purpose: Purpose = "record", overwrite: bool = False) -> Path:
+    """Make the folder of a new run, and return where to write it;
+    RunExistsError if something is in the way.
+
+    With ``overwrite``, that is next to the earlier run. A verification replaces an earlier one.
+    """
+    make_folder(path, instead=ANOTHER_FOLDER[purpose])
+    finish_replacing(path)
+    present = our_files(path)
+    if not present:
+        return path
+    if _is_left_by_kill(path):
+        remove(present)
+        return path
+    if purpose == "verify" and _is_of_verification(path):
+        # the verdict first, so that it is not taken for the next one's; run.json last,
+        # which says whose the files are
+        remove(
+            sorted(
+                present,
+                key=lambda child: (child.name not in _VERDICT_FILES, child.name == MANIFEST),
+            )
+        )
+        return path
+    if purpose == "record" and not overwrite and (reason := _incomplete_reason(path)) is not None:
+        raise RunExistsError(
+            f"{path} holds an incomplete run: {reason} Nothing was changed. Continue it from a "
+            f"checkpoint ({HOW_TO_CONTINUE}), replace it with overwrite=True ({HOW_TO_OVERWRITE}), "
+            "or record to another folder.",
+            str(path),
+        )
+    names = ", ".join(child.name for child in present[:4])
+    if not (path / MANIFEST).exists() and not _is_of_verification(path):
+        raise RunExistsError(
+            f"{path} holds {names}, which a run would replace, but no {MANIFEST}, so they may be "
+            f"yours. Nothing was changed. Move them away, or {ANOTHER_FOLDER[purpose]}.",
+            str(path),
+        )
+    if purpose == "verify":
+        raise RunExistsError(
+            f"{path} already holds a run ({names}), and a verification replaces only another "
+            f"verification. Nothing was changed. To verify, {ANOTHER_FOLDER[purpose]}.",
+            str(path),
+        )
+    if not overwrite:
+        raise RunExistsError(
+            f"{path} already holds a run ({names}). Nothing was changed. Record to another folder, "
+            f"replace the run with overwrite=True ({HOW_TO_OVERWRITE}), or verify against it "
+            '(DeterminismCallback and TrainingRun: mode="verify", ObserverContext: reference=...).',
+            str(path),
+        )
+    beside = path / REPLACEMENT
+    remove([beside])  # left by a recording that did not take its place
+    make_folder(beside)
+    return beside
+
+
+def remove_verification(path: Path) -> None:
+    """Remove an earlier verification, so that none of its files is taken
+    for one that fails to begin.
+    """
+    if os.path.lexists(path):
+        with FolderLock(path).hold(instead=ANOTHER_FOLDER["verify"]):
+            make_room(path, purpose="verify")
+
+
+def remove_run(path: Path) -> None:
+    """Remove a run without a step; other ranks may still hold its files open."""
+    remove(our_files(path), ignore_errors=True)
+    if path.name == REPLACEMENT:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_left_by_kill(path: Path) -> bool:
+    """Return whether the files are those of a process that was killed before it wrote
+    run.json, so before a step.
+    """
+    return all(_holds_nothing(child) for child in our_files(path))
+
+
+def _holds_nothing(child: Path) -> bool:
+    if child.name in (PROGRAMS, SITES, LAYOUTS):
+        return child.is_dir() and not list_folder(child)
+    if child.name.startswith("rank-"):
+        return child.is_dir() and all(
+            file.name.lstrip(".").startswith("attempt-") for file in list_folder(child)
+        )
+    return child.name.startswith(f".{MANIFEST}.")
+
+
+def _incomplete_reason(path: Path) -> str | None:
+    """Return why a run ended early; None for a complete run,
+    and for files that are no run that can be read.
+    """
+    try:
+        return Run.open(path, check_steps=False).incomplete_reason
+    except (ReferenceFormatError, ReferenceNotFoundError):
+        return None
+
+
+def _is_of_verification(path: Path) -> bool:
+    if (path / MANIFEST).is_file():
+        return read_manifest(path).purpose == "verify"
+    # refused at its start
+    return (path / "verdict.json").is_file() and not (path / PROGRAMS).exists()

@@ -1,4 +1,4 @@
-"""The Parquet tables of a run: its programs, their sites, and layouts, each written once."""
+"""What a run writes once: its programs, their sites, layouts, and the text of source lines."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 
 from det_callbacks.digest.host import digest_bytes, format_digest
 from det_callbacks.errors import ReferenceFormatError, WriteError
-from det_callbacks.runs.disk import replace_atomically
 from det_callbacks.runs.files import (
     FORMAT_VERSION,
     LAYOUTS,
@@ -24,15 +23,29 @@ from det_callbacks.runs.files import (
     PROGRAMS,
     READ_ERRORS,
     SITES,
+    SOURCES,
     damaged,
+    make_folder,
     read_file,
+    replace_atomically,
     require_at_most,
     table_name,
     table_path,
 )
-from det_callbacks.runs.program import Layout, Program, Site, SiteRow, TensorLayout, entry_digest, layout_id
+from det_callbacks.runs.program import (
+    Layout,
+    Program,
+    Site,
+    SiteRow,
+    TensorLayout,
+    entry_digest,
+    layout_id,
+    without_surrogates,
+)
 
-PROGRAM_SCHEMA = pa.schema({"position": pa.int32(), "site": pa.uint64(), "inputs": pa.list_(pa.int32())})
+PROGRAM_SCHEMA = pa.schema(
+    {"position": pa.int32(), "site": pa.uint64(), "inputs": pa.list_(pa.int32())}
+)
 SITE_SCHEMA = pa.schema(
     {
         **{"position": pa.int32(), "site": pa.uint64()},
@@ -52,11 +65,18 @@ LAYOUT_SCHEMA = pa.schema(
 )
 
 _NUM_CACHED_FILES = 4
-"""How many programs and layouts are kept by their files' content: two runs that are compared have the same ones."""
+"""How many programs and layouts are kept by their files' content:
+two runs that are compared have the same ones.
+"""
 
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / the golden ratio, as in Fibonacci hashing
 
 _Parsed = TypeVar("_Parsed")
+
+FUSED = "fused: "
+"""Begins the source of a kernel that computes several ops: "fused: gelu
+(model.py:12), add (model.py:13)".
+"""
 
 
 def write_sites(folder: Path, rows: Sequence[SiteRow]) -> None:
@@ -89,7 +109,8 @@ def write_layout(folder: Path, layout: Layout) -> None:
     if not path.exists():
         names = [field.name for field in fields(TensorLayout)]
         columns = {
-            name: [None if entry is None else getattr(entry, name) for entry in layout.entries] for name in names
+            name: [None if entry is None else getattr(entry, name) for entry in layout.entries]
+            for name in names
         }
         _write_table(path, LAYOUT_SCHEMA, columns)
 
@@ -117,11 +138,16 @@ def _read_sites(path: Path) -> list[SiteRow]:
     def parse(content: bytes) -> list[SiteRow]:
         table = _table_of(content, SITE_SCHEMA)
         ids = table.column("site").to_pylist()
-        rows = [SiteRow.of(msgspec.convert(row, Site)) for row in table.drop_columns(["site"]).to_pylist()]
+        rows = [
+            SiteRow.of(msgspec.convert(row, Site))
+            for row in table.drop_columns(["site"]).to_pylist()
+        ]
         digest_of_ids = digest_bytes(np.array(ids, dtype=np.uint64).tobytes())
         if [row.id for row in rows] != ids or table_name(digest_of_ids) != path.name:
             raise ValueError("its content does not match the id in its name")
-        if not all(isinstance(json.loads(text), dict) for text in {row.site.arguments for row in rows}):
+        if not all(
+            isinstance(json.loads(text), dict) for text in {row.site.arguments for row in rows}
+        ):
             raise ValueError("the arguments of a site are no JSON object")
         return rows
 
@@ -129,7 +155,9 @@ def _read_sites(path: Path) -> list[SiteRow]:
 
 
 def read_program(folder: Path, sites: SiteTable, identity: int) -> Program:
-    """Return a program; raise ReferenceFormatError if its file is damaged or has a different version."""
+    """Return a program; raise ReferenceFormatError if its file is damaged
+    or has a different version.
+    """
 
     def parse(content: bytes) -> Program:
         columns = _program_columns(content)
@@ -137,14 +165,17 @@ def read_program(folder: Path, sites: SiteTable, identity: int) -> Program:
         try:
             rows = sites.rows(columns.ids)
         except KeyError as error:
-            raise ValueError(f"no file in {folder / SITES} has site {error} of this program") from error
+            raise ValueError(
+                f"no file in {folder / SITES} has site {error} of this program"
+            ) from error
         program = Program(
             rows=rows,
             num_read=columns.num_read,
             read=columns.read,
             ops_seen=counts.ops_seen,
             ops_digested=counts.ops_digested,
-            ops_skipped=dict(counts.ops_skipped),  # the columns are cached, and programs must not share a dictionary
+            # the columns are cached, and programs must not share a dictionary
+            ops_skipped=dict(counts.ops_skipped),
             opaque_regions=counts.opaque_regions,
         )
         if program.id != identity:
@@ -190,7 +221,9 @@ def _program_columns(content: bytes) -> _Columns:
 
 
 def read_layout(folder: Path, identity: int) -> Layout:
-    """Return a layout; raise ReferenceFormatError if its file is damaged or of a different version."""
+    """Return a layout; raise ReferenceFormatError if its file is damaged or
+    of a different version.
+    """
 
     def parse(content: bytes) -> Layout:
         layout, digest = _layout_of(content)
@@ -203,7 +236,10 @@ def read_layout(folder: Path, identity: int) -> Layout:
 
 @lru_cache(_NUM_CACHED_FILES)
 def _layout_of(content: bytes) -> tuple[Layout, int]:
-    """Return a layout and its id. Most sites share an entry, so this makes and digests each distinct one once."""
+    """Return a layout and its id.
+
+    Most sites share an entry, so this makes and digests each distinct one once.
+    """
     table = _table_of(content, LAYOUT_SCHEMA)
     first_rows, kinds = _distinct_rows(table)
     rows = [None if row["dtype"] is None else row for row in table.take(first_rows).to_pylist()]
@@ -219,16 +255,23 @@ def _distinct_rows(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
     """
     keys = np.zeros(len(table), dtype=np.uint64)
     for column in table.columns:
-        values = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()  # combining copies
+        # combining copies
+        values = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
         if pa.types.is_list(values.type):
             bounds = values.offsets.to_numpy()
             items = values.values[bounds[0] : bounds[-1]].to_numpy().astype(np.uint64)
             lengths, starts = np.diff(bounds), bounds - bounds[0]
             places = np.arange(len(items)) - np.repeat(starts[:-1], lengths)
-            totals = np.concatenate(([np.uint64(0)], np.cumsum(_mixed(items, places.astype(np.uint64)))))
+            totals = np.concatenate(
+                ([np.uint64(0)], np.cumsum(_mixed(items, places.astype(np.uint64))))
+            )
             column_keys = np.diff(totals[starts]) + lengths.astype(np.uint64)
         else:
-            column_keys = values.dictionary_encode(null_encoding="encode").indices.to_numpy().astype(np.uint64)
+            column_keys = (
+                values.dictionary_encode(null_encoding="encode")
+                .indices.to_numpy()
+                .astype(np.uint64)
+            )
         keys = _mixed(column_keys, keys)
     _, first_rows, kinds = np.unique(keys, return_index=True, return_inverse=True)
     return first_rows, kinds
@@ -252,16 +295,25 @@ def _write_table(path: Path, schema: pa.Schema, columns: dict[str, Any], **metad
     content = sink.getvalue()
     try:
         _check_footer(pq.ParquetFile(pa.BufferReader(content)).metadata)
-        texts = (column.nbytes for column in table.columns if column.type in (pa.string(), pa.list_(pa.string())))
+        texts = (
+            column.nbytes
+            for column in table.columns
+            if column.type in (pa.string(), pa.list_(pa.string()))
+        )
         require_at_most(MAX_BYTES, sum(texts), "bytes of text")
     except ValueError as error:
-        text = f"Cannot write {path}: {error}. Record less of a step (level, modules, phases), or make steps shorter."
+        text = (
+            f"Cannot write {path}: {error}. Record less of a step (level, modules, phases), or "
+            "make steps shorter."
+        )
         raise WriteError(text, str(path)) from error
     replace_atomically(path, content.to_pybytes())
 
 
 def _parse_file(path: Path, parse: Callable[[bytes], _Parsed]) -> _Parsed:
-    """Return the result of ``parse`` for a file's content; ``parse`` raises ValueError if the content is wrong."""
+    """Return the result of ``parse`` for a file's content; ``parse`` raises
+    ValueError if the content is wrong.
+    """
     try:
         return parse(read_file(path))
     except ReferenceFormatError:  # from another file, which ``parse`` reads
@@ -271,7 +323,9 @@ def _parse_file(path: Path, parse: Callable[[bytes], _Parsed]) -> _Parsed:
 
 
 def _table_of(content: bytes, schema: pa.Schema) -> pa.Table:
-    """Return the columns of a table but ``position``; raise ValueError if it is not a whole one of this version."""
+    """Return the columns of a table but ``position``; raise ValueError if it is not a
+    whole one of this version.
+    """
     # pq.read_table would load pyarrow.dataset, which takes longer
     paths = {pa.string(): "{}", pa.list_(pa.string()): "{}.list.element"}
     texts = [paths[field.type].format(field.name) for field in schema if field.type in paths]
@@ -292,14 +346,18 @@ def _table_of(content: bytes, schema: pa.Schema) -> pa.Table:
 
 
 def _with_indices(schema: pa.Schema) -> pa.Schema:
-    """Return a schema whose text is read as indices into distinct texts: every row may repeat one long text."""
+    """Return a schema whose text is read as indices into distinct texts:
+    every row may repeat one long text.
+    """
     indices = pa.dictionary(pa.int32(), pa.string())
     types = {pa.string(): indices, pa.list_(pa.string()): pa.list_(indices)}
     return pa.schema([(field.name, types.get(field.type, field.type)) for field in schema])
 
 
 def _check_footer(footer: pq.FileMetaData) -> None:
-    """Raise ValueError for more than a run has: a few compressed bytes may stand for any number of rows."""
+    """Raise ValueError for more than a run has: a few compressed bytes may
+    stand for any number of rows.
+    """
     groups = [footer.row_group(index) for index in range(footer.num_row_groups)]
     columns = [group.column(index) for group in groups for index in range(group.num_columns)]
     sizes: dict[str, tuple[int, list[int]]] = {
@@ -317,7 +375,9 @@ def _num_bytes_of_text(column: pa.ChunkedArray) -> int:
         values = chunk.flatten() if pa.types.is_list(chunk.type) else chunk
         if pa.types.is_dictionary(values.type):
             texts = values.dictionary
-            ends = np.frombuffer(texts.buffers()[1], dtype="<i4")[texts.offset : texts.offset + len(texts) + 1]
+            ends = np.frombuffer(texts.buffers()[1], dtype="<i4")[
+                texts.offset : texts.offset + len(texts) + 1
+            ]
             total += int(np.diff(ends)[values.indices.drop_null().to_numpy()].sum(dtype=np.int64))
     return total
 
@@ -325,3 +385,43 @@ def _num_bytes_of_text(column: pa.ChunkedArray) -> int:
 def _counts_digest(sites: np.ndarray, counts: Mapping[str, Any]) -> str:
     content = sites.astype("<u8").tobytes() + json.dumps(counts, sort_keys=True).encode()
     return format_digest(digest_bytes(content))
+
+
+def write_source_text(folder: Path, text: Mapping[str, Sequence[str]]) -> None:
+    """Write the text of source lines: "train.py:41" -> the lines 40, 41 and 42."""
+    content = msgspec.json.encode(
+        {without_surrogates(place): lines for place, lines in text.items()}, order="sorted"
+    )
+    path = folder / SOURCES / f"{format_digest(digest_bytes(content))}.json"
+    if not path.exists():
+        make_folder(path.parent)
+        replace_atomically(path, content)
+
+
+def read_source_text(folder: Path) -> dict[str, tuple[str, ...]]:
+    """Return the text of source lines, except lines that changed between attempts."""
+    found: dict[str, set[tuple[str, ...]]] = {}
+    for path in sorted((folder / SOURCES).glob("*.json")):
+        try:
+            content = read_file(path)
+            text = msgspec.json.decode(content, type=dict[str, tuple[str, ...]])
+            if path.stem != format_digest(digest_bytes(content)):
+                raise ValueError("its content does not match the digest in its name")
+            if not all(place.rpartition(":")[2].isdecimal() for place in text):
+                raise ValueError("a place in it has no line number")
+        except READ_ERRORS as error:
+            raise damaged(path, error) from error
+        for place, lines in text.items():
+            found.setdefault(place, set()).add(lines)
+    return {place: lines.pop() for place, lines in found.items() if len(lines) == 1}
+
+
+def first_line(source: Sequence[str]) -> str:
+    """Return the first source line of a site that is one line; "" if there is none."""
+    return next((line for line in source if not line.startswith(FUSED)), "")
+
+
+def place_and_function(line: str) -> tuple[str, str]:
+    """Return the parts of a source line: "train.py:41" and "forward"; "" for what it lacks."""
+    place, _, function = line.rpartition(" in ")
+    return place, function

@@ -13,17 +13,26 @@ import numpy as np
 
 from det_callbacks.errors import ReferenceNotFoundError, RunExistsError, SelectionError, WriteError
 from det_callbacks.runs import files, tables
-from det_callbacks.runs.disk import ANOTHER_FOLDER, AppendedFile, make_folder, replace_atomically, writing
-from det_callbacks.runs.environment import EnvironmentEntry
-from det_callbacks.runs.evidence import EvidenceRow, EvidenceWriter, NondeterministicOp, evidence_path
-from det_callbacks.runs.files import MANIFEST, REPLACEMENT, read_file
-from det_callbacks.runs.lock import FolderLock
-from det_callbacks.runs.manifest import Attempt, Manifest, Purpose, ResumedFit, read_manifest, write_manifest
-from det_callbacks.runs.metrics import Reading, line_of, metrics_path
-from det_callbacks.runs.peers import ALONE, Peers
-from det_callbacks.runs.place import make_room, remove_run
-from det_callbacks.runs.program import Layout, Program, chain_digest
-from det_callbacks.runs.replacement import (
+from det_callbacks.runs.evidence import (
+    EvidenceRow,
+    EvidenceWriter,
+    NondeterministicOp,
+    evidence_path,
+)
+from det_callbacks.runs.files import (
+    ANOTHER_FOLDER,
+    MANIFEST,
+    REPLACEMENT,
+    AppendedFile,
+    make_folder,
+    read_file,
+    replace_atomically,
+    writing,
+)
+from det_callbacks.runs.lock import (
+    ALONE,
+    FolderLock,
+    Peers,
     finish_replacing,
     forget_replacement,
     loses_steps,
@@ -31,21 +40,39 @@ from det_callbacks.runs.replacement import (
     settle,
     wait_to_replace,
 )
+from det_callbacks.runs.manifest import (
+    Attempt,
+    EnvironmentEntry,
+    Manifest,
+    Purpose,
+    ResumedFit,
+    read_manifest,
+    write_manifest,
+)
+from det_callbacks.runs.metrics import Reading, line_of, metrics_path
+from det_callbacks.runs.program import Layout, Program, chain_digest
 from det_callbacks.runs.selection import Selection
-from det_callbacks.runs.source_text import write_source_text
-from det_callbacks.runs.store import Run
-from det_callbacks.runs.stream import END_OF_STREAM, encode_header, encode_step
+from det_callbacks.runs.steps import END_OF_STREAM, encode_header, encode_step
+from det_callbacks.runs.store import Run, make_room, remove_run
+from det_callbacks.runs.tables import write_source_text
 
 
 class RunWriter:
     """Writes the steps of one process; all processes call ``create`` or ``resume`` together.
 
-    Rank 0 writes run.json after the files of every process, so that all files that it lists exist even after a kill.
-    Rank 0 also holds the lock of the folder for all processes until ``close``, in a verify run until ``release``.
+    Rank 0 writes run.json after the files of every process, so that all files that it lists exist
+    even after a kill. Rank 0 also holds the lock of the folder for all processes until ``close``,
+    in a verify run until ``release``.
     """
 
     def __init__(
-        self, path: Path, peers: Peers, manifest: Manifest, attempt: int, segment: int, lock: FolderLock | None = None
+        self,
+        path: Path,
+        peers: Peers,
+        manifest: Manifest,
+        attempt: int,
+        segment: int,
+        lock: FolderLock | None = None,
     ) -> None:
         self.path = path
         self._lock = lock  # None on other ranks
@@ -66,7 +93,8 @@ class RunWriter:
         self._values: dict[int, str] = {}
         self.earlier: Run | None = None  # the run before this attempt
         self._earlier = b""  # run.json of the run that it waits to replace
-        self.is_waiting = False  # whether it is complete, and may take the place of the run that it replaces
+        # whether it is complete, and may take the place of the run that it replaces
+        self.is_waiting = False
         self._shared_before = self._shared
         try:
             self._open_stream(is_new=True)
@@ -100,12 +128,28 @@ class RunWriter:
         with _releasing_on_errors(lock):
             run_id, place = peers.broadcast(lead, task=f"making room in {path}")
             peers.require_shared(path / place)
-            content = {"run_id": run_id, "purpose": purpose, "world_size": peers.world_size, **manifest}
-            return cls(path / place, peers, msgspec.convert(content, Manifest), attempt=0, segment=0, lock=lock)
+            content = {
+                "run_id": run_id,
+                "purpose": purpose,
+                "world_size": peers.world_size,
+                **manifest,
+            }
+            return cls(
+                path / place,
+                peers,
+                msgspec.convert(content, Manifest),
+                attempt=0,
+                segment=0,
+                lock=lock,
+            )
 
     @classmethod
-    def resume(cls, path: str | Path, *, manifest: Mapping[str, Any], peers: Peers = ALONE) -> "RunWriter":
-        """Start the next attempt of an existing run; steps recorded again replace those of earlier attempts."""
+    def resume(
+        cls, path: str | Path, *, manifest: Mapping[str, Any], peers: Peers = ALONE
+    ) -> "RunWriter":
+        """Start the next attempt of an existing run; steps recorded again replace
+        those of earlier attempts.
+        """
         path = Path(path)
         lock = FolderLock(path) if peers.rank == 0 else None
 
@@ -118,7 +162,9 @@ class RunWriter:
 
         with _releasing_on_errors(lock):
             peers.broadcast(lead, task=f"continuing the run {path}")
-            run = peers.run_on_all(lambda: _open_resumed(path, manifest, peers), task=f"opening the run {path}")
+            run = peers.run_on_all(
+                lambda: _open_resumed(path, manifest, peers), task=f"opening the run {path}"
+            )
             peers.require_shared(path)
             attempts = run.manifest.attempts
             manifest_now = replace(run.manifest, attempts=(*attempts, Attempt()))
@@ -140,7 +186,10 @@ class RunWriter:
     @property
     def _streams(self) -> list[Path]:
         segments = range(self.manifest.attempts[-1].segments)
-        return [files.stream_path(self.path, self._peers.rank, self._attempt, segment) for segment in segments]
+        return [
+            files.stream_path(self.path, self._peers.rank, self._attempt, segment)
+            for segment in segments
+        ]
 
     @property
     def _shared(self) -> set[Path]:
@@ -154,7 +203,11 @@ class RunWriter:
         if program.id not in self._programs:
             new = {row.id: row for row in program.rows if row.id not in self._sites}
             if new:
-                text = {place: lines for place, lines in program.text.items() if place not in self._places}
+                text = {
+                    place: lines
+                    for place, lines in program.text.items()
+                    if place not in self._places
+                }
                 if text:
                     write_source_text(self.path, text)
                     self._places |= text.keys()
@@ -172,13 +225,21 @@ class RunWriter:
     def has_layout(self, identity: int) -> bool:
         return identity in self._layouts
 
-    def append(self, step: int, epoch: int, program_id: int, layout_id: int, digests: np.ndarray) -> int:
-        """Write a step after its program and layout, and return its chain; steps ascend in a fit."""
-        assert self._programs[program_id] == self._layouts[layout_id] == len(digests), "all are of the same sites"
+    def append(
+        self, step: int, epoch: int, program_id: int, layout_id: int, digests: np.ndarray
+    ) -> int:
+        """Write a step after its program and layout, and return its chain;
+        steps ascend in a fit.
+        """
+        assert self._programs[program_id] == self._layouts[layout_id] == len(digests), (
+            "all are of the same sites"
+        )
         assert step > self._last_step, f"step {step} comes after step {self._last_step}"
         if self._chain is None:
             rank = self._peers.rank
-            self._chain = Run.open(self.path, ranks=(rank,)).rank(rank).chain_before(self.segment, step)
+            self._chain = (
+                Run.open(self.path, ranks=(rank,)).rank(rank).chain_before(self.segment, step)
+            )
         chain = chain_digest(self._chain, step, epoch, program_id, layout_id, digests)
         if self._file is None:
             raise ValueError(f"{self.path}: the run is closed")
@@ -192,11 +253,18 @@ class RunWriter:
         self._evidence.append(rows)
 
     def put_values(self, step: int, values: Mapping[int, str]) -> None:
-        """Write the JSON text of arguments by digest, as evidence, unless this fit has it already."""
+        """Write the JSON text of arguments by digest, as evidence,
+        unless this fit has it already.
+        """
         if len(values) > len(self._values):
             new = {bits: text for bits, text in values.items() if bits not in self._values}
             self._values.update(new)
-            self.put_evidence([EvidenceRow(step, "", "number", value=bits, text=text) for bits, text in new.items()])
+            self.put_evidence(
+                [
+                    EvidenceRow(step, "", "number", value=bits, text=text)
+                    for bits, text in new.items()
+                ]
+            )
 
     def flush_evidence(self) -> None:
         """Flush the evidence to disk, so that a kill does not lose it."""
@@ -204,7 +272,9 @@ class RunWriter:
             self._evidence.flush()
 
     def put_reading(self, reading: Reading) -> None:
-        """Add what the module logged, during or after the fit; run.json counts it when the fit ends. For rank 0."""
+        """Add what the module logged, during or after the fit;
+        run.json counts it when the fit ends. For rank 0.
+        """
         was_held = self._is_held
         self._take_lock()
         if self._metrics is None:
@@ -227,7 +297,9 @@ class RunWriter:
             self._num_uncounted = 0
 
     def put_nondeterministic_ops(self, ops: Sequence[NondeterministicOp]) -> None:
-        """Write the ops without a deterministic implementation that this process has called so far."""
+        """Write the ops without a deterministic implementation that this process
+        has called so far.
+        """
         path = self.path / files.rank_folder(self._peers.rank) / files.NONDETERMINISTIC_FILE
         try:
             replace_atomically(path, msgspec.json.encode(list(ops)))
@@ -238,14 +310,19 @@ class RunWriter:
 
     def note_resumed(self, step: int) -> None:
         """Note in run.json that the current fit resumed from a checkpoint, with this first step."""
-        fits = (*self.manifest.attempts[-1].resumed_from, ResumedFit(segment=self.segment, step=step))
+        fits = (
+            *self.manifest.attempts[-1].resumed_from,
+            ResumedFit(segment=self.segment, step=step),
+        )
         self._change_attempt(resumed_from=fits)
         self._write_manifest()
 
     def note(self, name: str, value: Any) -> None:
         """Put a fact that is known only when a fit ends into the environment in run.json."""
         entry = EnvironmentEntry(value=value, is_machine=False, changes_bits=False)
-        self.manifest = replace(self.manifest, environment={**self.manifest.environment, name: entry})
+        self.manifest = replace(
+            self.manifest, environment={**self.manifest.environment, name: entry}
+        )
         self._write_manifest()
 
     def reopen(self, manifest: Mapping[str, Any]) -> None:
@@ -282,13 +359,17 @@ class RunWriter:
                 self.require_own()
             if complete and self.path.name == REPLACEMENT:
                 self._peers.run_on_all(lambda: None, task=f"closing their streams in {self.path}")
-                self.is_waiting = self._peers.broadcast(self._wait, task=f"replacing the run {self.path.parent}")
+                self.is_waiting = self._peers.broadcast(
+                    self._wait, task=f"replacing the run {self.path.parent}"
+                )
         finally:
             if self.manifest.purpose == "record":
                 self.release()
 
     def release(self) -> None:
-        """Release the folder's lock; a later fit, or a test, takes it again if the folder still holds this run."""
+        """Release the folder's lock; a later fit, or a test,
+        takes it again if the folder still holds this run.
+        """
         if self._lock is not None:
             self._lock.release()
 
@@ -307,7 +388,9 @@ class RunWriter:
         self.is_waiting = False
 
     def _take_lock(self) -> None:
-        """Take the lock again after ``close``; raise RunExistsError if another process has changed the run since."""
+        """Take the lock again after ``close``; raise RunExistsError if another process
+        has changed the run since.
+        """
         if self._is_held or self._lock is None:
             return
         with _releasing_on_errors(self._lock):
@@ -315,15 +398,20 @@ class RunWriter:
             self.require_own()
 
     def require_own(self) -> None:
-        """Raise RunExistsError if another process has changed the run: since it was closed, or without locks."""
+        """Raise RunExistsError if another process has changed the run: since it was
+        closed, or without locks.
+        """
         try:
             now = read_manifest(self.path)
         except ReferenceNotFoundError:
             now = None
-        if now is None or (now.run_id, now.attempts) != (self.manifest.run_id, self.manifest.attempts):
+        if now is None or (now.run_id, now.attempts) != (
+            self.manifest.run_id,
+            self.manifest.attempts,
+        ):
             raise RunExistsError(
-                f"Another process has replaced or continued {self.path}, which this one was writing. If a script has "
-                "several fits, start it again only after it has ended.",
+                f"Another process has replaced or continued {self.path}, which this one was "
+                "writing. If a script has several fits, start it again only after it has ended.",
                 str(self.path),
             )
 
@@ -337,7 +425,9 @@ class RunWriter:
     def _wait(self) -> bool:
         """If this run is whole, let it wait to replace the earlier run, and return True."""
         self.path = self.path.absolute()  # the program may change its directory
-        is_whole = not loses_steps(self.path.parent) and Run.open(self.path, check_steps=False).is_complete
+        is_whole = (
+            not loses_steps(self.path.parent) and Run.open(self.path, check_steps=False).is_complete
+        )
         if is_whole:
             self._earlier = _manifest_bytes(self.path.parent)
             wait_to_replace(self.path.parent, self._replace)
@@ -350,8 +440,9 @@ class RunWriter:
             self._take_lock()
             if _manifest_bytes(self.path.parent) != self._earlier:
                 raise RunExistsError(
-                    f"Another process has changed the run in {self.path.parent} since this program recorded its "
-                    f"replacement, so it was left as it is. The new run is in {self.path}: move it to another folder.",
+                    f"Another process has changed the run in {self.path.parent} since this program "
+                    "recorded its replacement, so it was left as it is. The new run is in "
+                    f"{self.path}: move it to another folder.",
                     str(self.path.parent),
                 )
             put_in_place(self.path.parent)
@@ -360,7 +451,9 @@ class RunWriter:
         self.path, self.is_waiting = self.path.parent, False
 
     def discard(self) -> None:
-        """Discard this attempt and restore the folder, on all ranks unless it is the first attempt."""
+        """Discard this attempt and restore the folder, on all ranks unless it
+        is the first attempt.
+        """
         self._close_files(complete=False)
         try:
             self._remove_attempt()
@@ -371,14 +464,17 @@ class RunWriter:
         if not self._attempt:
             if self._peers.rank == 0:
                 remove_run(self.path)
-            elif not (self.path / files.MANIFEST).exists():  # this rank may have written while rank 0 removed the run
+            elif not (self.path / files.MANIFEST).exists():
+                # this rank may have written while rank 0 removed the run
                 shutil.rmtree(self.stream.parent, ignore_errors=True)
             return
         streams = self._streams
         self.manifest = replace(self.manifest, attempts=self.manifest.attempts[:-1])
         # run.json first: the next attempt overwrites files that a kill leaves behind after that
         self._write_manifest_together()
-        of_streams = (place(stream) for stream in streams for place in (Path, evidence_path, metrics_path))
+        of_streams = (
+            place(stream) for stream in streams for place in (Path, evidence_path, metrics_path)
+        )
         with writing(self.path):
             for path in (*of_streams, *self._shared - self._shared_before):
                 path.unlink(missing_ok=True)
@@ -396,7 +492,9 @@ class RunWriter:
 
     def _open_stream(self, *, is_new: bool = False) -> None:
         path, rank = self.stream, self._peers.rank
-        header = encode_header(run_id=self.manifest.run_id, rank=rank, attempt=self._attempt, segment=self.segment)
+        header = encode_header(
+            run_id=self.manifest.run_id, rank=rank, attempt=self._attempt, segment=self.segment
+        )
 
         def create_stream() -> None:
             for folder in (files.PROGRAMS, files.SITES, files.LAYOUTS, path.parent.name):
@@ -433,7 +531,9 @@ def _releasing_on_errors(lock: FolderLock | None) -> Iterator[None]:
 
 
 def _open_resumed(path: Path, manifest: Mapping[str, Any], peers: Peers) -> Run:
-    """Return this process's part of the run; all processes read it before rank 0 changes run.json."""
+    """Return this process's part of the run; all processes read it before
+    rank 0 changes run.json.
+    """
     run = Run.open(path, ranks=(peers.rank,))
     selection = msgspec.convert(manifest["selection"], Selection)
     asked = {**selection.to_dict(), "world_size": peers.world_size}
@@ -445,8 +545,9 @@ def _open_resumed(path: Path, manifest: Mapping[str, Any], peers: Peers) -> Run:
         before = ", ".join(f"{name}={recorded[name]!r}" for name in others)
         now = ", ".join(f"{name}={asked[name]!r}" for name in others)
         raise SelectionError(
-            f"{path} was recorded with {before}, and this attempt asks for {now}. Nothing was changed. Resume with the "
-            "same arguments and as many processes, or record to another folder."
+            f"{path} was recorded with {before}, and this attempt asks for {now}. Nothing was "
+            "changed. Resume with the same arguments and as many processes, or record to another "
+            "folder."
         )
     return run
 

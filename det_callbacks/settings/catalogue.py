@@ -15,7 +15,7 @@ import torch
 
 from det_callbacks.errors import SettingsError
 from det_callbacks.internals.dynamo import INDUCTOR_CONFIG
-from det_callbacks.runs.patterns import OpPattern, as_names
+from det_callbacks.runs.selection import OpPattern, as_names
 
 Timing = Literal["any", "before_cuda", "before_nccl", "start"]  # when it can be set
 
@@ -29,7 +29,8 @@ SDPA_BACKENDS = ("math", "flash", "mem_efficient", "cudnn")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A field of ``DeterminismSettings``: an attribute of torch, an environment variable, or a getter and setter.
+    """A field of ``DeterminismSettings``: an attribute of torch, an environment variable,
+    or a getter and setter.
 
     ``allowed`` is a range for integers, ``str`` for any text, and empty if ``DeterminismSettings``
     checks.
@@ -72,7 +73,9 @@ class Setting:
         """Return a function that restores the current value."""
         if self.variable:
             return variable_back(self.variable)
-        return attribute_back(self.attribute) if self.attribute else partial(self.apply, self.read())
+        return (
+            attribute_back(self.attribute) if self.attribute else partial(self.apply, self.read())
+        )
 
     def too_late(self, wanted: Any) -> str | None:
         """Return why a value can no longer be set in this process, or None if it can."""
@@ -82,18 +85,28 @@ class Setting:
         if self.when == "start":
             return f"{self.variable} is read when the process starts, and was {in_force!r} then"
         if self.when == "before_cuda" and torch.cuda.is_initialized():
-            return f"a CUDA context exists, and cuBLAS may have read {self.variable}={in_force} already"
+            return (
+                f"a CUDA context exists, and cuBLAS may have read {self.variable}={in_force} "
+                "already"
+            )
         group = torch.distributed
         is_in_use = self.when == "before_nccl" and group.is_available() and group.is_initialized()
         if is_in_use and "nccl" in str(group.get_backend()).lower():
-            return f"an NCCL process group exists, and NCCL has read {self.variable}={in_force} already"
+            return (
+                f"an NCCL process group exists, and NCCL has read {self.variable}={in_force} "
+                "already"
+            )
         return None
 
     def idle_reason(self) -> str | None:
         """Return why no value can have an effect on this machine, or None."""
         if self.reader and find_spec(self.reader) is None:
             return f"only {self.reader} reads {self.variable}, and it is not installed"
-        return "there is no CUDA device" if self.is_cuda_only and not torch.cuda.is_available() else None
+        return (
+            "there is no CUDA device"
+            if self.is_cuda_only and not torch.cuda.is_available()
+            else None
+        )
 
     def as_text(self, value: Any) -> str:
         return str(int(value)) if isinstance(value, bool) else str(value)
@@ -126,14 +139,20 @@ def _owner_of(path: str) -> tuple[Any, str]:
 
 @cache
 def start_environment() -> Mapping[str, str]:
-    """Return the variables that this process started with; without /proc, those at the first call."""
+    """Return the variables that this process started with; without /proc,
+    those at the first call.
+    """
     try:
         entries = Path("/proc/self/environ").read_bytes().split(b"\0")
         variables = dict(os.fsdecode(entry).partition("=")[::2] for entry in entries if entry)
     except OSError:
         variables = dict(os.environ)
     is_hiding = sys.flags.ignore_environment  # python -E
-    return {name: value for name, value in variables.items() if not (is_hiding and name.startswith("PYTHON"))}
+    return {
+        name: value
+        for name, value in variables.items()
+        if not (is_hiding and name.startswith("PYTHON"))
+    }
 
 
 def algorithms_in_force() -> str:
@@ -169,7 +188,8 @@ def _reduction_in_force(kind: str) -> bool:
 
 
 def _inductor_in_force(name: str) -> bool:
-    if INDUCTOR_CONFIG not in sys.modules:  # inductor's default (torch/_inductor/config.py, torch 2.13)
+    # inductor's default (torch/_inductor/config.py, torch 2.13)
+    if INDUCTOR_CONFIG not in sys.modules:
         return os.environ.get(f"TORCHINDUCTOR_{name.upper()}") == "1"
     return bool(getattr(sys.modules[INDUCTOR_CONFIG], name))
 
@@ -190,13 +210,18 @@ _ALL = (
     Setting(
         name="deterministic_algorithms",
         getter=algorithms_in_force,
-        setter=lambda value: torch.use_deterministic_algorithms(value != "disabled", warn_only=value == "warn"),
+        setter=lambda value: torch.use_deterministic_algorithms(
+            value != "disabled", warn_only=value == "warn"
+        ),
         allowed=("error", "warn", "disabled"),
     ),
     _flag("fill_uninitialized_memory", "utils.deterministic.fill_uninitialized_memory"),
     # the two values in the docs of torch.use_deterministic_algorithms
     _variable("cublas_workspace_config", (":4096:8", ":16:8"), when="before_cuda", **_OF_CUDA),
-    *(_flag(f"cudnn_{name}", f"backends.cudnn.{name}", **_OF_CUDA) for name in ("benchmark", "deterministic")),
+    *(
+        _flag(f"cudnn_{name}", f"backends.cudnn.{name}", **_OF_CUDA)
+        for name in ("benchmark", "deterministic")
+    ),
     _flag("cudnn_allow_tf32", "backends.cudnn.allow_tf32", **_OF_CUDA),
     Setting(
         name="float32_matmul_precision",
@@ -215,7 +240,9 @@ _ALL = (
     ),
     Setting(
         name="sdpa_backends",
-        getter=lambda: tuple(name for name in SDPA_BACKENDS if getattr(torch.backends.cuda, f"{name}_sdp_enabled")()),
+        getter=lambda: tuple(
+            name for name in SDPA_BACKENDS if getattr(torch.backends.cuda, f"{name}_sdp_enabled")()
+        ),
         setter=_set_sdpa,
     ),
     *(
@@ -227,9 +254,19 @@ _ALL = (
         for name in ("deterministic", "max_autotune")
     ),
     *(_variable(name, str, **_OF_NCCL) for name in ("nccl_algo", "nccl_proto")),
-    *(_variable(name, _POSITIVE, **_OF_NCCL) for name in ("nccl_min_nchannels", "nccl_max_nchannels")),
-    Setting(name="num_threads", getter=torch.get_num_threads, setter=torch.set_num_threads, allowed=_POSITIVE),
-    _variable("mkl_cbwr", (*_BRANCHES, *(f"{branch},STRICT" for branch in _BRANCHES)), when="start"),
+    *(
+        _variable(name, _POSITIVE, **_OF_NCCL)
+        for name in ("nccl_min_nchannels", "nccl_max_nchannels")
+    ),
+    Setting(
+        name="num_threads",
+        getter=torch.get_num_threads,
+        setter=torch.set_num_threads,
+        allowed=_POSITIVE,
+    ),
+    _variable(
+        "mkl_cbwr", (*_BRANCHES, *(f"{branch},STRICT" for branch in _BRANCHES)), when="start"
+    ),
     _variable(
         "aten_cpu_capability",
         ("default", "avx2", "avx512"),
@@ -246,7 +283,9 @@ SETTINGS: Mapping[str, Setting] = {setting.name: setting for setting in _ALL}
 
 
 def settings_in_force() -> dict[str, Any]:
-    """Return the values in force for the fields of ``DeterminismSettings`` except ``allow``; None means not set."""
+    """Return the values in force for the fields of ``DeterminismSettings`` except
+    ``allow``; None means not set.
+    """
     return {name: setting.read() for name, setting in SETTINGS.items()}
 
 
@@ -254,9 +293,9 @@ def settings_in_force() -> dict[str, Any]:
 class DeterminismSettings:
     """The settings that make a program reproducible bit for bit.
 
-    ``None`` leaves a setting unchanged, but still records it. The defaults select deterministic kernels
-    and nothing else: no seed, no precision, no thread count. ``docs/reference/settings.md`` has the
-    effect and cost of each.
+    ``None`` leaves a setting unchanged, but still records it. The defaults select deterministic
+    kernels and nothing else: no seed, no precision, no thread count. ``docs/reference/settings.md``
+    has the effect and cost of each.
 
     Attributes:
         seed: for Python, NumPy, torch on every device and DataLoader workers, 0 to 2**32 - 1.
@@ -264,7 +303,8 @@ class DeterminismSettings:
         allow: patterns ``[phase/][module:]op`` for ops that may be nondeterministic even with
             ``deterministic_algorithms="error"``: "aten.kthvalue.default",
             "decoder.*:aten.index_put_.default".
-        fill_uninitialized_memory: whether torch fills ``torch.empty`` under deterministic algorithms.
+        fill_uninitialized_memory: whether torch fills ``torch.empty`` under
+            deterministic algorithms.
         cublas_workspace_config: ":4096:8" or ":16:8" (KiB and number of the buffers).
         cudnn_benchmark: whether cuDNN times its algorithms and keeps the fastest.
         cudnn_deterministic: whether cuDNN uses deterministic algorithms only.
@@ -272,7 +312,8 @@ class DeterminismSettings:
         float32_matmul_precision: of matrix products of float32.
         fp16_reduced_precision_reduction: whether matrix products of float16 may accumulate in it.
         bf16_reduced_precision_reduction: the same for bfloat16.
-        sdpa_backends: those allowed for attention, even on a CPU: "math", "flash", "mem_efficient", "cudnn".
+        sdpa_backends: those allowed for attention, even on a CPU: "math", "flash",
+            "mem_efficient", "cudnn".
         inductor_deterministic: whether Inductor chooses kernels without timing them.
         inductor_max_autotune: whether Inductor times kernels and keeps the fastest.
         nccl_algo: NCCL's algorithm, such as "Ring".
@@ -283,8 +324,10 @@ class DeterminismSettings:
         mkl_cbwr: code path of Intel MKL, such as "COMPATIBLE".
         aten_cpu_capability: vector instructions of torch's CPU kernels.
         python_hash_seed: ``PYTHONHASHSEED``, 0 to 2**32 - 1.
-        flash_attention_deterministic: whether transformers asks flash-attn for a backward pass in a fixed order.
-        nvte_allow_nondeterministic_algo: whether Transformer Engine may use nondeterministic kernels.
+        flash_attention_deterministic: whether transformers asks flash-attn for a
+            backward pass in a fixed order.
+        nvte_allow_nondeterministic_algo: whether Transformer Engine may use
+            nondeterministic kernels.
 
     Raises:
         SettingsError: a value is not allowed; the message names it and the allowed values.
@@ -332,26 +375,39 @@ class DeterminismSettings:
                     f"sdpa_backends={self.sdpa_backends!r} is not allowed; list some of "
                     f"{', '.join(map(repr, SDPA_BACKENDS))}, or None to leave them unchanged."
                 )
-            object.__setattr__(self, "sdpa_backends", tuple(name for name in SDPA_BACKENDS if name in backends))
+            object.__setattr__(
+                self, "sdpa_backends", tuple(name for name in SDPA_BACKENDS if name in backends)
+            )
 
     @classmethod
     def choose(cls, *, deterministic: bool = False, **chosen: Any) -> "DeterminismSettings":
-        """Return settings with the chosen values; the others are None, or their defaults if ``deterministic``."""
-        others: dict[str, Any] = {} if deterministic else dict.fromkeys(field.name for field in fields(cls))
+        """Return settings with the chosen values; the others are None,
+        or their defaults if ``deterministic``.
+        """
+        others: dict[str, Any] = (
+            {} if deterministic else dict.fromkeys(field.name for field in fields(cls))
+        )
         return cls.from_mapping({**others, **chosen})
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> "DeterminismSettings":
-        """Return settings from a mapping, such as a node of a Hydra configuration, with defaults."""
+        """Return settings from a mapping, such as a node of a Hydra configuration,
+        with defaults.
+        """
         if not isinstance(mapping, Mapping):
-            raise SettingsError(f"settings must be names with their values, such as seed: 0; got {mapping!r}.")
+            raise SettingsError(
+                f"settings must be names with their values, such as seed: 0; got {mapping!r}."
+            )
         known = tuple(field.name for field in fields(cls))
         if unknown := sorted(str(name) for name in mapping if name not in known):
             raise SettingsError(
-                f"Unknown determinism setting {', '.join(unknown)}; the settings are {', '.join(known)}."
+                f"Unknown determinism setting {', '.join(unknown)}; the settings are "
+                f"{', '.join(known)}."
             )
         # null in a configuration
-        given = {name: value for name, value in mapping.items() if name != "allow" or value is not None}
+        given = {
+            name: value for name, value in mapping.items() if name != "allow" or value is not None
+        }
         return cls(**given)
 
 
@@ -369,4 +425,6 @@ def _check(setting: Setting, value: Any) -> None:
         is_allowed = any(type(value) is type(other) and value == other for other in allowed)
         told = f"one of {', '.join(map(repr, allowed))}"
     if not is_allowed:
-        raise SettingsError(f"{setting.name}={value!r} is not allowed; use {told}, or None to leave it unchanged.")
+        raise SettingsError(
+            f"{setting.name}={value!r} is not allowed; use {told}, or None to leave it unchanged."
+        )

@@ -1,1 +1,3 @@
-"""Saved tensors of selected ops: verify restores them (replay), or compares their numbers (keep_tensors)."""
+"""Saved tensors of selected ops: verify restores them (replay),
+or compares their numbers (keep_tensors).
+"""

@@ -1,6 +1,7 @@
 """Saves one call of an op, with its inputs, so that a file of plain torch can repeat it.
 
-For a backward op it also saves the forward call whose gradient the op computes, if that ran in the same module.
+For a backward op it also saves the forward call whose gradient the op computes,
+if that ran in the same module.
 """
 
 import json
@@ -27,10 +28,10 @@ from det_callbacks.internals.torch import (
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.tensors.copies import TensorBudget, plain
 from det_callbacks.tensors.files import SavedTensor, write_tensors
-from det_callbacks.trace.attribution.backward import MAX_BETWEEN, is_maker
-from det_callbacks.trace.op.components import PLAIN
-from det_callbacks.trace.op.deferred_sites import DeferredSites
-from det_callbacks.trace.tables.overloads import OpKind, OpPlan
+from det_callbacks.trace.backward import MAX_BETWEEN, is_maker
+from det_callbacks.trace.components import PLAIN
+from det_callbacks.trace.overloads import OpKind, OpPlan
+from det_callbacks.trace.sites import DeferredSites
 
 CALL = "call"
 """Key of the file's metadata with the call, as JSON; see ``_Call.to_dict``."""
@@ -44,7 +45,8 @@ class _Call:
 
     plan: OpPlan
     arguments: list[str] = field(default_factory=list)  # Python, in which a tensor has its name
-    tensors: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> layout in its saved tensor
+    # name -> layout in its saved tensor
+    tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
     saved: dict[str, SavedTensor] = field(default_factory=dict)
     written: list[str] = field(default_factory=list)  # names of the tensors that it overwrites
     outputs: list[list[int]] = field(default_factory=list)  # shapes
@@ -64,10 +66,12 @@ class _Call:
 
 
 class CallCapture:
-    """Saves the call that ``wanted`` names: step, segment, rank, phase, module, op, occurrence, and the path to write.
+    """Saves the call that ``wanted`` names: step, segment, rank, phase, module, op, occurrence,
+    and the path to write.
 
-    An ``OutputHook``, which knows the place of a call but runs after it; ``around`` copies the inputs before it. All
-    calls of the step that may be the wanted one, or its forward call, are copied, and dropped unless they are.
+    An ``OutputHook``, which knows the place of a call but runs after it; ``around`` copies the
+    inputs before it. All calls of the step that may be the wanted one, or its forward call, are
+    copied, and dropped unless they are.
     """
 
     needs_rows = True
@@ -81,7 +85,8 @@ class CallCapture:
         """Start a step, and drop what an earlier one left."""
         self._is_wanted = is_wanted
         self._last: _Call | None = None
-        self._calls: list[tuple[int, _Call, _Call | None]] = []  # position of the first site, call, forward call
+        # position of the first site, call, forward call
+        self._calls: list[tuple[int, _Call, _Call | None]] = []
         self._forward: dict[int, _Call] = {}  # by the number of the autograd node
         self._budget = TensorBudget(self._budget_mib)
 
@@ -97,7 +102,9 @@ class CallCapture:
     def around(self, plan: OpPlan) -> Callable[..., Any]:
         """Return what runs an op, and copies the inputs of a call that may be wanted."""
         run = plan.call
-        if plan.name != self._wanted["op"] and not (self._is_backward and plan.kind is OpKind.DIGEST):
+        if plan.name != self._wanted["op"] and not (
+            self._is_backward and plan.kind is OpKind.DIGEST
+        ):
             return run
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -126,10 +133,18 @@ class CallCapture:
         wanted = self._wanted
         if not self._is_wanted or module != wanted["module"]:
             return False
-        return (phase, op) == (wanted["phase"], wanted["op"]) or (self._is_backward and phase == "forward")
+        return (phase, op) == (wanted["phase"], wanted["op"]) or (
+            self._is_backward and phase == "forward"
+        )
 
     def exchange(
-        self, phase: str, module: str, op: str, outputs: Sequence[Any], position: int, deferred: DeferredSites
+        self,
+        phase: str,
+        module: str,
+        op: str,
+        outputs: Sequence[Any],
+        position: int,
+        deferred: DeferredSites,
     ) -> Sequence[Any]:
         """Keep the last call; see ``OutputHook``."""
         call, self._last = self._last, None
@@ -137,7 +152,9 @@ class CallCapture:
             return outputs
         call.outputs = [list(out.shape) for out in outputs if isinstance(out, Tensor)]
         if phase == self._wanted["phase"]:
-            self._calls.append((position, call, self._forward_of_node() if self._is_backward else None))
+            self._calls.append(
+                (position, call, self._forward_of_node() if self._is_backward else None)
+            )
             return outputs
         number = next_sequence_number() - 1
         if number not in self._forward:  # else this call has made no node
@@ -165,7 +182,10 @@ class CallCapture:
         for position, call, forward in self._calls:
             of_call = [site for site in sites[position : position + 2] if site.role != "argument"]
             site = of_call[0] if of_call else None
-            if site is not None and (site.op, site.occurrence) == (wanted["op"], wanted["occurrence"]):
+            if site is not None and (site.op, site.occurrence) == (
+                wanted["op"],
+                wanted["occurrence"],
+            ):
                 self._write(call, forward)
         self.begin(is_wanted=False)
 
@@ -179,10 +199,11 @@ class CallCapture:
 
 
 def _gradient_of(call: _Call, forward: _Call) -> tuple[str, int] | None:
-    """Return the argument of a backward op that holds the gradient of a forward output, and the output's number.
+    """Return the argument of a backward op that holds the gradient of a forward output,
+    and the output's number.
 
-    It has the output's shape. Several may: then by its name, else it is no input of the forward op, else the last one,
-    as in ``index_add(zeros, dim, index, gradient)``.
+    It has the output's shape. Several may: then by its name, else it is no input of the forward op,
+    else the last one, as in ``index_add(zeros, dim, index, gradient)``.
     """
     pairs = [
         ((name.startswith("grad"), address not in forward.addresses.values(), place), name, number)
@@ -196,8 +217,8 @@ def _gradient_of(call: _Call, forward: _Call) -> tuple[str, int] | None:
 class _Copier:
     """Fills a call with its arguments as Python, and with copies of its tensors.
 
-    A contiguous tensor is saved as it is. Of others the memory that they span is saved, so that the copy has the same
-    strides, and tensors that share memory still do.
+    A contiguous tensor is saved as it is. Of others the memory that they span is saved, so that the
+    copy has the same strides, and tensors that share memory still do.
     """
 
     def __init__(self, call: _Call, budget: TensorBudget) -> None:
@@ -219,7 +240,9 @@ class _Copier:
         for names in groups.values():
             self._save(names)
         if plan.draws_random:  # from the generator of the process: one that is given was refused
-            call.saved[GENERATOR] = self._budget.copy(torch.default_generator.get_state(), plan.name, None)
+            call.saved[GENERATOR] = self._budget.copy(
+                torch.default_generator.get_state(), plan.name, None
+            )
 
     def _text(self, name: str, value: Any, argument: str | None = None) -> str:
         argument = name if argument is None else argument
@@ -228,7 +251,9 @@ class _Copier:
             self._named[name], self._argument_of[name] = self._checked(value), argument
             return name
         if isinstance(value, list | tuple):
-            items = (self._text(f"{name}_{index}", item, argument) for index, item in enumerate(value))
+            items = (
+                self._text(f"{name}_{index}", item, argument) for index, item in enumerate(value)
+            )
             return f"[{', '.join(items)}]"
         if isinstance(value, torch.device):
             return f'torch.device("{value.type}")'
@@ -240,11 +265,16 @@ class _Copier:
             return repr(value)
         if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
             return str(value)
-        raise ReplayError(f"Its argument {name} is a {type(value).__name__}, which cannot be written as text.")
+        raise ReplayError(
+            f"Its argument {name} is a {type(value).__name__}, which cannot be written as text."
+        )
 
     def _checked(self, tensor: Tensor) -> Tensor:
         if tensor.__class__ not in PLAIN:
-            raise ReplayError(f"One of its inputs is a {type(tensor).__name__}, and repro.py passes plain tensors.")
+            raise ReplayError(
+                f"One of its inputs is a {type(tensor).__name__}, and repro.py passes plain "
+                "tensors."
+            )
         return plain(tensor)
 
     def _save(self, names: Sequence[str]) -> None:
@@ -274,5 +304,7 @@ class _Copier:
 def _end_of(tensor: Tensor) -> int:
     if not tensor.numel():
         return int(tensor.storage_offset())
-    reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    reach = sum(
+        (length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     return int(tensor.storage_offset() + reach + 1)

@@ -1,7 +1,8 @@
 """The saved tensors of one step and process: one safetensors file, written and read without torch.
 
-Tensors keep their dtype if safetensors has it, so any reader of that format can read them; others are flat bytes. The
-metadata describes the tensors as JSON, and a digest covers the whole header. Keys never become paths.
+Tensors keep their dtype if safetensors has it, so any reader of that format can read them; others
+are flat bytes. The metadata describes the tensors as JSON, and a digest covers the whole header.
+Keys never become paths.
 """
 
 import json
@@ -20,8 +21,16 @@ import numpy as np
 
 from det_callbacks.digest.host import digest_bytes, format_digest
 from det_callbacks.digest.numbers import Measure, Tolerance, measure
-from det_callbacks.runs.disk import make_folder, open_to_write, writing
-from det_callbacks.runs.files import MAX_BYTES, READ_ERRORS, damaged, open_file, require_at_most
+from det_callbacks.runs.files import (
+    MAX_BYTES,
+    READ_ERRORS,
+    damaged,
+    make_folder,
+    open_file,
+    open_to_write,
+    require_at_most,
+    writing,
+)
 from det_callbacks.runs.program import Site
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Divergence
@@ -31,7 +40,8 @@ TENSORS_FORMAT_VERSION = 1
 MIB = 2**20
 REPLAY = "replay"  # tensors that verify restores
 KEPT = "kept"  # tensors whose numbers the comparison measures
-LEFT_OUT = "left_out"  # key of a value: why a call of the step was not kept, for the first such call
+# key of a value: why a call of the step was not kept, for the first such call
+LEFT_OUT = "left_out"
 
 _METADATA = "det_callbacks"
 _SEAL = "det_callbacks_digest"
@@ -57,12 +67,16 @@ class StepPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SavedTensor:
-    """The bits of a tensor at one moment (of a DTensor, the local shard), and the file's further ``options``."""
+    """The bits of a tensor at one moment (of a DTensor, the local shard),
+    and the file's further ``options``.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     bits: np.ndarray
-    """The bytes of the elements, row-major, uint8; those of a device tensor arrive when the step is settled."""
+    """The bytes of the elements, row-major, uint8; those of a device tensor arrive
+    when the step is settled.
+    """
     first: int = 0
     every: int = 1
     """``bits`` has every n-th element, n a power of 2, from ``first`` on."""
@@ -74,10 +88,14 @@ class SavedTensor:
         return len(range(self.first, prod(self.shape), self.every))
 
     def thinned(self, place: int, every: int) -> "SavedTensor":
-        """Return every n-th element of the whole tensor, n a multiple of ``self.every``; see ``sample_start``."""
+        """Return every n-th element of the whole tensor, n a multiple of ``self.every``;
+        see ``sample_start``.
+        """
         width = self.bits.nbytes // max(self.num_saved, 1)
         first = place % every
-        elements = self.bits.reshape(self.num_saved, width)[(first - self.first) // self.every :: every // self.every]
+        elements = self.bits.reshape(self.num_saved, width)[
+            (first - self.first) // self.every :: every // self.every
+        ]
         return replace(self, bits=elements, first=first, every=every)
 
     @property
@@ -88,7 +106,8 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptCounts:
-    """How many tensors were kept, and how many calls were not: ``reason`` gives the step and the cause of the first.
+    """How many tensors were kept, and how many calls were not:
+    ``reason`` gives the step and the cause of the first.
 
     Of ``num_sampled`` tensors, only a sample of the elements was kept.
     """
@@ -111,14 +130,18 @@ def key_of(site: Site) -> str:
 
 
 def sample_start(name: str) -> int:
-    """Return a number derived from a name: modulo n, the first element of a sample of every n-th element.
+    """Return a number derived from a name: modulo n, the first element of a
+    sample of every n-th element.
 
-    So two runs sample the same elements of tensors with the same name, and a smaller sample is part of a larger one.
+    So two runs sample the same elements of tensors with the same name,
+    and a smaller sample is part of a larger one.
     """
     return digest_bytes(name.encode())
 
 
-def common_elements(reference: SavedTensor, current: SavedTensor) -> tuple[SavedTensor, SavedTensor]:
+def common_elements(
+    reference: SavedTensor, current: SavedTensor
+) -> tuple[SavedTensor, SavedTensor]:
     """Return two tensors of the same shape, reduced to the elements that both have."""
     every = max(reference.every, current.every)
     place = max(reference, current, key=lambda side: side.every).first
@@ -129,7 +152,9 @@ def common_elements(reference: SavedTensor, current: SavedTensor) -> tuple[Saved
     return reference, current
 
 
-def measure_saved(reference: SavedTensor, current: SavedTensor, tolerance: Tolerance | None = None) -> Measure:
+def measure_saved(
+    reference: SavedTensor, current: SavedTensor, tolerance: Tolerance | None = None
+) -> Measure:
     """Return by how much two tensors of the same shape differ, in the elements that both have."""
     size, known = None, reference.options.get("statistics")
     if known is not None:
@@ -142,7 +167,9 @@ def measure_saved(reference: SavedTensor, current: SavedTensor, tolerance: Toler
 
 
 def tensor_path(stream: Path, kind: str, step: int) -> Path:
-    """Return the file with the tensors of one kind, ``REPLAY`` or ``KEPT``, of a step in a stream."""
+    """Return the file with the tensors of one kind, ``REPLAY`` or ``KEPT``,
+    of a step in a stream.
+    """
     return _folder(stream, kind) / f"step-{step:09d}.safetensors"
 
 
@@ -154,12 +181,16 @@ def _folder(stream: Path, kind: str) -> Path:
 
 
 class StepWriter:
-    """Writes the saved tensors of each step to a file next to the stream, before the step is appended.
+    """Writes the saved tensors of each step to a file next to the stream,
+    before the step is appended.
 
-    A kill in between leaves a file without a step; nothing reads it, and recording the step again replaces it.
+    A kill in between leaves a file without a step; nothing reads it,
+    and recording the step again replaces it.
     """
 
-    def __init__(self, stream: Path, kind: str, *, run_id: str, rank: int = 0, segment: int = 0) -> None:
+    def __init__(
+        self, stream: Path, kind: str, *, run_id: str, rank: int = 0, segment: int = 0
+    ) -> None:
         self._stream, self._kind = stream, kind
         self._place = StepPlace(run_id=run_id, rank=rank, segment=segment, step=-1)
 
@@ -167,8 +198,12 @@ class StepWriter:
         """Continue with the steps of another fit."""
         self._stream, self._place = stream, replace(self._place, segment=segment)
 
-    def write(self, step: int, tensors: Mapping[str, SavedTensor], values: Mapping[str, Any]) -> None:
-        """Write the tensors and plain values of a settled step atomically; delete an earlier file of the step."""
+    def write(
+        self, step: int, tensors: Mapping[str, SavedTensor], values: Mapping[str, Any]
+    ) -> None:
+        """Write the tensors and plain values of a settled step atomically;
+        delete an earlier file of the step.
+        """
         path = tensor_path(self._stream, self._kind, step)
         with writing(path):
             path.unlink(missing_ok=True)
@@ -183,7 +218,11 @@ class StepWriter:
             }
             for key, saved in tensors.items()
         }
-        content = {"format_version": TENSORS_FORMAT_VERSION, "entries": entries, "values": dict(values)}
+        content = {
+            "format_version": TENSORS_FORMAT_VERSION,
+            "entries": entries,
+            "values": dict(values),
+        }
         text = json.dumps(content | asdict(replace(self._place, step=step)))
         write_tensors(path, tensors, {_METADATA: text, _SEAL: _seal(text, sections)})
 
@@ -193,7 +232,8 @@ class StepWriter:
 
 
 class SavedStep:
-    """The saved tensors of one kind of one step, read on demand; a step that saved nothing has no file.
+    """The saved tensors of one kind of one step, read on demand;
+    a step that saved nothing has no file.
 
     A file that is damaged, or has a different version or ``place``, raises ReferenceFormatError.
     """
@@ -261,19 +301,29 @@ class SavedStep:
             text = metadata[_METADATA]
             content = json.loads(text)
             if (version := content["format_version"]) != TENSORS_FORMAT_VERSION:
-                raise ValueError(f"its format version is {version!r}, but this version reads {TENSORS_FORMAT_VERSION}")
+                raise ValueError(
+                    f"its format version is {version!r}, but this version reads "
+                    f"{TENSORS_FORMAT_VERSION}"
+                )
             is_sealed = metadata.get(_SEAL) == _seal(text, sections)
             place = asdict(self.place)
             found = {name: content[name] for name in place}
             first = 8 + length
-            bounds = {key: [first + offset for offset in one["data_offsets"]] for key, one in sections.items()}
+            bounds = {
+                key: [first + offset for offset in one["data_offsets"]]
+                for key, one in sections.items()
+            }
             is_inside = all(first <= begin <= end <= num_bytes for begin, end in bounds.values())
-            is_whole = is_inside and num_bytes == first + sum(end - begin for begin, end in bounds.values())
+            is_whole = is_inside and num_bytes == first + sum(
+                end - begin for begin, end in bounds.values()
+            )
             is_described = content["entries"].keys() <= bounds.keys() and all(
                 isinstance(one.get("statistics") or {}, dict) for one in content["entries"].values()
             )
         except READ_ERRORS as error:
-            raise damaged(self.path, f"it is not a safetensors file written by det_callbacks ({error!r})") from error
+            raise damaged(
+                self.path, f"it is not a safetensors file written by det_callbacks ({error!r})"
+            ) from error
         if not is_sealed:
             raise damaged(self.path, "its header does not match its digest")
         if found != place:
@@ -284,19 +334,29 @@ class SavedStep:
 
 
 def _sections(tensors: Mapping[str, SavedTensor]) -> dict[str, Any]:
-    """Return the header's entry of each tensor: large elements first, like safetensors, which aligns all of them."""
+    """Return the header's entry of each tensor: large elements first, like safetensors,
+    which aligns all of them.
+    """
     sections: dict[str, Any] = {}
     offset = 0
-    for key in sorted(tensors, key=lambda key: -tensors[key].bits.nbytes // max(tensors[key].num_saved, 1)):
+    for key in sorted(
+        tensors, key=lambda key: -tensors[key].bits.nbytes // max(tensors[key].num_saved, 1)
+    ):
         name, size = _SAFETENSORS.get(tensors[key].dtype), tensors[key].bits.nbytes
         whole = [*tensors[key].shape] if tensors[key].every == 1 else [tensors[key].num_saved]
         shape = whole if name else [size]
-        sections[key] = {"dtype": name or "U8", "shape": shape, "data_offsets": [offset, offset + size]}
+        sections[key] = {
+            "dtype": name or "U8",
+            "shape": shape,
+            "data_offsets": [offset, offset + size],
+        }
         offset += size
     return sections
 
 
-def write_tensors(path: Path, tensors: Mapping[str, SavedTensor], metadata: Mapping[str, str]) -> None:
+def write_tensors(
+    path: Path, tensors: Mapping[str, SavedTensor], metadata: Mapping[str, str]
+) -> None:
     """Write a safetensors file atomically."""
     sections = _sections(tensors)
     header = json.dumps({"__metadata__": metadata, **sections}).encode()

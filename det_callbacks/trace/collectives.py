@@ -1,7 +1,9 @@
-"""Collectives in a step: records their inputs before the call, and their outputs when they arrive and are read.
+"""Collectives in a step: records their inputs before the call,
+and their outputs when they arrive and are read.
 
-A call adds a row of role "sent" for each tensor that this rank contributes. The first read of an output adds a
-row of role "delivered", which depends on the "sent" rows; it has no bits while the collective is pending.
+A call adds a row of role "sent" for each tensor that this rank contributes. The first read of an
+output adds a row of role "delivered", which depends on the "sent" rows; it has no bits while the
+collective is pending.
 """
 
 import weakref
@@ -15,18 +17,22 @@ import torch.distributed as dist
 from msgspec.structs import replace
 from torch import Tensor
 
-from det_callbacks.internals.torch import AsyncCollectiveTensor, process_group_named, storage_address
+from det_callbacks.internals.torch import (
+    AsyncCollectiveTensor,
+    process_group_named,
+    storage_address,
+)
 from det_callbacks.runs.program import IN_FLIGHT, Site
-from det_callbacks.trace.attribution.engine import source_of
-from det_callbacks.trace.attribution.places import Places
-from det_callbacks.trace.attribution.source import capture_source
-from det_callbacks.trace.op.call_graph import NOWHERE, CallNode, OpScope
-from det_callbacks.trace.op.components import STRIDED, has_parts, holds_data, parts_of
-from det_callbacks.trace.op.reads import Reads
-from det_callbacks.trace.op.sites import InputName, SpecialName, arguments_json
-from det_callbacks.trace.op.storages import PartialWrites, region_of
+from det_callbacks.trace.call_graph import NOWHERE, CallNode, OpScope
+from det_callbacks.trace.components import STRIDED, has_parts, holds_data, parts_of
+from det_callbacks.trace.modules import source_of
+from det_callbacks.trace.overloads import OpPlan, tensors_in
+from det_callbacks.trace.places import Places
+from det_callbacks.trace.reads import Reads
+from det_callbacks.trace.sites import InputName, SpecialName, arguments_json
+from det_callbacks.trace.source import capture_source
 from det_callbacks.trace.step import Step
-from det_callbacks.trace.tables.overloads import OpPlan, tensors_in
+from det_callbacks.trace.storages import PartialWrites, region_of
 
 _WAIT = "_c10d_functional.wait_tensor"
 _WAITS = frozenset({_WAIT, "_c10d_functional.wait_tensors"})  # since torch 2.15
@@ -49,7 +55,9 @@ class Delivery:
     tensor: Callable[[], Tensor | None]  # a weak reference
 
     def has_arrived(self, *, for_collective: bool = False) -> bool:
-        """Return whether the reader can see the bits; a collective that reads runs in a separate stream."""
+        """Return whether the reader can see the bits; a collective that reads
+        runs in a separate stream.
+        """
         if not (self.work is None or _is_done(self.work)):
             return False
         self.work = None  # the work would keep the collective's tensors alive
@@ -72,7 +80,9 @@ class Collectives:
                 self._add(tensor, delivery)
 
     def end(self) -> None:
-        self._deliveries = [one for one in self._deliveries if one.tensor() is not None and not one.has_arrived()]
+        self._deliveries = [
+            one for one in self._deliveries if one.tensor() is not None and not one.has_arrived()
+        ]
 
     def run(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         step = self._step
@@ -101,12 +111,19 @@ class Collectives:
         return out
 
     def read(
-        self, tensor: Tensor, numbers: Sequence[int], edges: Sequence[int], reads: list[int], names: list[InputName]
+        self,
+        tensor: Tensor,
+        numbers: Sequence[int],
+        edges: Sequence[int],
+        reads: list[int],
+        names: list[InputName],
     ) -> None:
         """Add the row of a tensor that collectives delivered, at its first read."""
         step = self._step
         deliveries = [self._deliveries[number] for number in numbers]
-        has_arrived = all(delivery.has_arrived(for_collective=self._is_sending) for delivery in deliveries)
+        has_arrived = all(
+            delivery.has_arrived(for_collective=self._is_sending) for delivery in deliveries
+        )
         position = len(step.digests)
         site = deliveries[-1].site
         key = (site.op, numbers[-1], site.output, has_arrived, site.phase, site.module)
@@ -122,12 +139,16 @@ class Collectives:
             step.counts.skipped["in_flight"] += 1
 
     def site_of(self, name: SpecialName) -> Site:
-        """Return the collective's site for the input row ``name``; the caller sets its ``inputs``."""
+        """Return the collective's site for the input row ``name``;
+        the caller sets its ``inputs``.
+        """
         site: Site = self._deliveries[name.key[1]].site
         return site
 
     def wait(self, tensor: AsyncCollectiveTensor) -> None:
-        """Wait for a functional collective without marking its wrapper, so the op still waits itself."""
+        """Wait for a functional collective without marking its wrapper,
+        so the op still waits itself.
+        """
         torch.ops._c10d_functional.wait_tensor(tensor.elem)
 
     def arrive(self, tensor: Tensor) -> bool:
@@ -155,7 +176,10 @@ class Collectives:
         if not self._deliveries or plan.base != "aten.copy_" or any(map(has_parts, args[:2])):
             return
         target, source, *_ = args
-        if target.nbytes != source.nbytes or storage_address(source.untyped_storage()) in self._step.ledger.writers:
+        if (
+            target.nbytes != source.nbytes
+            or storage_address(source.untyped_storage()) in self._step.ledger.writers
+        ):
             return
         for number in self._numbers(target):
             delivery = self._deliveries[number]
@@ -163,7 +187,14 @@ class Collectives:
                 delivery.work = None
                 self._step.ledger.deliver(source, number)
 
-    def _run(self, plan: OpPlan, call: Callable[[], Any], phase: str, scope: OpScope, given: dict[str, Any]) -> Any:
+    def _run(
+        self,
+        plan: OpPlan,
+        call: Callable[[], Any],
+        phase: str,
+        scope: OpScope,
+        given: dict[str, Any],
+    ) -> Any:
         step = self._step
         mark = len(step.digests)
         reads: list[int] = []
@@ -196,9 +227,13 @@ class Collectives:
         finally:
             self._is_sending = False
 
-        site = Site(phase=phase, module=scope.module, op=plan.name, role="sent", arguments=arguments)
+        site = Site(
+            phase=phase, module=scope.module, op=plan.name, role="sent", arguments=arguments
+        )
         sites = [replace(site, output=index) for index in range(len(edges))]
-        node = self._step_to(plan.call, phase, scope, reads, names, sites, edges, consts=[arguments])
+        node = self._step_to(
+            plan.call, phase, scope, reads, names, sites, edges, consts=[arguments]
+        )
         step.counts.num_digested += 1
         self._deliver(plan, node, positions, out, given)
         return out
@@ -218,7 +253,10 @@ class Collectives:
 
         def build(node: CallNode) -> None:
             node.source = source_of(scope) or capture_source()
-            node.sites = (*self._reads.sites(node), *(replace(site, source=node.source) for site in sites))
+            node.sites = (
+                *self._reads.sites(node),
+                *(replace(site, source=node.source) for site in sites),
+            )
             node.edges = [*of_reads, *edges]
 
         of_reads = self._reads.row_edges
@@ -229,10 +267,16 @@ class Collectives:
         return node
 
     def _deliver(
-        self, plan: OpPlan, node: CallNode, positions: tuple[int, ...], out: Any, given: dict[str, Any]
+        self,
+        plan: OpPlan,
+        node: CallNode,
+        positions: tuple[int, ...],
+        out: Any,
+        given: dict[str, Any],
     ) -> None:
         is_functional = not plan.base.startswith("c10d.")
-        # a synchronous call has already waited; some works of gloo (reduce_scatter of lists) never report completion
+        # a synchronous call has already waited; some works of gloo (reduce_scatter of
+        # lists) never report completion
         is_synchronous = given.get("async_op", True) is False
         last = out[-1] if isinstance(out, list | tuple) and out else out
         has_work = isinstance(last, torch.ScriptObject) and not is_synchronous
@@ -241,10 +285,13 @@ class Collectives:
             if delivery.work is not None:
                 delivery.has_arrived()  # releases tensors
         op = f"{_WAIT}.default" if is_functional else plan.name
-        site = Site(phase=node.phase, module=node.module, op=op, role="delivered", source=node.source)
+        site = Site(
+            phase=node.phase, module=node.module, op=op, role="delivered", source=node.source
+        )
         for index, tensor in enumerate(_received_tensors(plan.base, given, out)):
             for part in _parts(tensor):
-                if tensor.layout is not STRIDED:  # gloo's thread may replace indices and values at any time
+                # gloo's thread may replace indices and values at any time
+                if tensor.layout is not STRIDED:
                     self._step.ledger.forget(part)
                     continue
                 delivery = Delivery(
@@ -298,13 +345,17 @@ def _is_done(work: Any) -> bool:
         return False
 
 
-def _sent_tensors(base: str, given: dict[str, Any], group: "dist.ProcessGroup | None") -> list[Tensor]:
+def _sent_tensors(
+    base: str, given: dict[str, Any], group: "dist.ProcessGroup | None"
+) -> list[Tensor]:
     op = base.partition(".")[2]
     has_root = op.startswith(("broadcast", "scatter"))  # only the root contributes
     is_other = group is not None and given.get("root_rank", given.get("src")) != group.rank()
     if (has_root and is_other) or op.startswith(("recv", "irecv")):
         return []
-    arguments = (value for key, value in given.items() if not key.startswith("out") and key not in _NOT_SHOWN)
+    arguments = (
+        value for key, value in given.items() if not key.startswith("out") and key not in _NOT_SHOWN
+    )
     return list(tensors_in(arguments))
 
 
@@ -326,7 +377,9 @@ def _group_of(given: dict[str, Any]) -> "dist.ProcessGroup | None":
 
 
 def _arguments_of(given: dict[str, Any], group: "dist.ProcessGroup | None") -> dict[str, Any]:
-    """Return the arguments in a form that is equal in all processes of the group, and in every run."""
+    """Return the arguments in a form that is equal in all processes of the group,
+    and in every run.
+    """
     arguments: dict[str, Any] = {}
     for name, value in given.items():
         is_empty = isinstance(value, list | tuple) and not value
@@ -334,7 +387,8 @@ def _arguments_of(given: dict[str, Any], group: "dist.ProcessGroup | None") -> d
             continue
         if name == "reduce_op" and isinstance(value, torch.ScriptObject):
             # as torch/distributed/_local_tensor does
-            value = dist.ReduceOp.RedOpType(value.op()).name.lower()  # type: ignore[attr-defined]  # undeclared
+            # undeclared
+            value = dist.ReduceOp.RedOpType(value.op()).name.lower()  # type: ignore[attr-defined]
         arguments[name] = value
     if group is not None:
         try:  # not by name, which counts earlier groups

@@ -19,17 +19,21 @@ from det_callbacks.internals.torch import (
     push_mode,
     without_autocast,
 )
-from det_callbacks.trace.tables.overloads import tensors_in
+from det_callbacks.trace.overloads import tensors_in
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 TAKE_APART = object()
-"""Returned by a handler for a composite op: the mode takes the op apart and handles the ops inside."""
+"""Returned by a handler for a composite op: the mode takes the op apart and
+handles the ops inside.
+"""
 
 
 class ProgramCode:
-    """Runs ops that may run Python code of the program, which sees the torch functions that it would see without us."""
+    """Runs ops that may run Python code of the program, which sees the torch functions that it
+    would see without us.
+    """
 
     def __init__(self) -> None:
         self.hidden: Any = None  # hides the handler of the running op from torch functions
@@ -45,9 +49,11 @@ class ProgramCode:
 
 
 class DispatchMode(TorchDispatchMode):
-    """A dispatch mode under which torch.compile still compiles; costs 4 instead of 7 microseconds an op.
+    """A dispatch mode under which torch.compile still compiles;
+    costs 4 instead of 7 microseconds an op.
 
-    ``handle`` is called like ``__torch_dispatch__``, and returns the op's result, or ``TAKE_APART``.
+    ``handle`` is called like ``__torch_dispatch__``, and returns the op's
+    result, or ``TAKE_APART``.
     """
 
     supports_higher_order_operators = True
@@ -64,12 +70,16 @@ class DispatchMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Torch's wrapper of __torch_dispatch__ costs 3 microseconds per op. It keeps Dynamo out of this code between
-        # the parts of a compiled function; __init__ does so once.
+        # Torch's wrapper of __torch_dispatch__ costs 3 microseconds per op. It keeps Dynamo out of
+        # this code between the parts of a compiled function; __init__ does so once.
         return False
 
     def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if self._handle is None:
             return pass_on(func, args, kwargs or {})
@@ -85,14 +95,16 @@ class DispatchMode(TorchDispatchMode):
         self._handle = None
 
     def take_apart(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a composite op so that this mode handles the ops inside, as it does outside inference mode.
+        """Run a composite op so that this mode handles the ops inside,
+        as it does outside inference mode.
 
-        A handler runs without autocast. The ops inside need the autocast state that they have without this mode: that
-        of the call, or off if the composite op has an autocast rule.
+        A handler runs without autocast. The ops inside need the autocast state that they have
+        without this mode: that of the call, or off if the composite op has an autocast rule.
         """
         devices = {tensor.device.type for tensor in tensors_in((*args, *kwargs.values()))}
         has_rule = any(
-            torch.amp.is_autocast_available(device) and has_kernel_for(func.name(), f"Autocast{device.upper()}")
+            torch.amp.is_autocast_available(device)
+            and has_kernel_for(func.name(), f"Autocast{device.upper()}")
             for device in devices
         )
         push_mode(self)
@@ -108,7 +120,9 @@ class DispatchMode(TorchDispatchMode):
         return current_mode() is self
 
     def leave(self) -> str | None:
-        """Leave this mode; if another mode is on top, only turn this one off and return the class of the other."""
+        """Leave this mode; if another mode is on top, only turn this one off and
+        return the class of the other.
+        """
         if self.is_on_top:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
             return None
@@ -120,7 +134,9 @@ class DispatchMode(TorchDispatchMode):
 
 
 def runs_uncompiled(function: _Function) -> _Function:
-    """Keep Dynamo from compiling a function between compiled parts of another; a graph may still contain it."""
+    """Keep Dynamo from compiling a function between compiled parts of another;
+    a graph may still contain it.
+    """
     dynamo.skip(function.__code__)
     return function
 

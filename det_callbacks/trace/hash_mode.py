@@ -8,45 +8,135 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from det_callbacks.digest.components import digest_tensors
 from det_callbacks.digest.unobserved import hidden
 from det_callbacks.errors import CoverageWarning, TraceError
-from det_callbacks.internals.torch import BUFFERS, PARAMETERS
-from det_callbacks.runs.patterns import as_names
+from det_callbacks.internals.torch import (
+    BUFFERS,
+    PARAMETERS,
+    num_dispatch_modes,
+    pass_on,
+    without_function_modes,
+)
 from det_callbacks.runs.program import scalar_bits
-from det_callbacks.runs.selection import PHASES, Selection
+from det_callbacks.runs.selection import PHASES, Selection, as_names
 from det_callbacks.runs.steps import Expectation, StepTrace
-from det_callbacks.trace.attribution.tensor_names import has_address
-from det_callbacks.trace.interceptor import Interceptor
-from det_callbacks.trace.op.components import holds_data
+from det_callbacks.trace.components import holds_data
+from det_callbacks.trace.dispatch import TAKE_APART, DispatchMode
+from det_callbacks.trace.leaves import Entry, StateWalker, states_of_parameters
+from det_callbacks.trace.named_sites import ModuleOutputs, Samples, record_batch
+from det_callbacks.trace.optimizers import OptimizerPhases, in_phase
+from det_callbacks.trace.places import has_address
 from det_callbacks.trace.recorder import Recorder
-from det_callbacks.trace.state.batches import Samples, record_batch
-from det_callbacks.trace.state.named_sites import ModuleOutputs
-from det_callbacks.trace.state.optimizers import OptimizerPhases, in_phase
-from det_callbacks.trace.state.walker import Entry, StateWalker, states_of_parameters
+
+
+class Interceptor(DispatchMode):
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder: Recorder | None = None
+        # a mode below sees no native kernel
+        self._native = None if num_dispatch_modes() else recorder.native
+        self._is_entered = False
+        self.recorder = recorder
+        self._captures = recorder.captures.begun
+        self._running_regions = recorder.places.running_regions
+        self._lock = recorder.step.lock
+        self._plans, self._program = recorder.plans, recorder.plans.program
+        self._has_modes_below = num_dispatch_modes() > 0
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """The recorder that gets the ops, or None while they pass."""
+        return self._recorder
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder | None) -> None:
+        for one in (self._recorder, recorder):
+            if one is not None:
+                one.step.deferred.see_writes(one is recorder)
+        self._recorder = recorder
+        self._share()
+
+    @override
+    def __enter__(self) -> "Interceptor":
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch's own
+        self._is_entered = True
+        self._share()
+        return self
+
+    @override
+    def leave(self) -> str | None:
+        self._is_entered = False
+        self._share()
+        return super().leave()
+
+    def _share(self) -> None:
+        """Let the native recorder see the ops first, as long as this mode records them."""
+        if self._native is None:
+            return
+        self._native.close()
+        if self._is_entered and self._recorder is not None and not self._recorder.is_verifying:
+            self._native.open(self)
+
+    @property
+    @override
+    def is_on(self) -> bool:
+        return self._recorder is not None
+
+    @override
+    def turn_off(self) -> None:
+        self.recorder = None
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        recorder = self._recorder
+        if recorder is None:
+            return pass_on(func, args, kwargs or {})
+        plans = self._plans
+        hidden = without_function_modes()
+        with self._lock, hidden:
+            self._program.hidden = hidden
+            plans.known = plans.of_python if types or self._has_modes_below else plans.of_native
+            if self._captures and recorder.captures.is_capturing():
+                out = recorder.undigested.captured(func, args, kwargs or {})
+            elif self._running_regions and recorder.places.is_in_region():
+                out = recorder.compiled.dispatch(func, args, kwargs or {})
+            else:
+                out = recorder.op(func, args, kwargs or {})
+        return out if out is not TAKE_APART else self.take_apart(func, args, kwargs or {})
 
 
 class HashMode:
     """Record the digests of one step: of everything that runs inside the ``with`` block.
 
-    The trace remains available after the block. You can enter a mode again for the next step, which replaces the
-    trace; the mode is not reentrant. For cost and limits, see docs/explanation.
+    The trace remains available after the block. You can enter a mode again for the next step, which
+    replaces the trace; the mode is not reentrant. For cost and limits, see docs/explanation.
 
     Args:
-        model: module that names are relative to; the mode records its parameters and buffers when the block ends. With
-            None, names begin with the class of the outermost module, and the mode records no state.
-        modules: fnmatch patterns for qualified module names; "*" matches everything, including ops outside any module.
+        model: module that names are relative to; the mode records its parameters and buffers when
+            the block ends. With None, names begin with the class of the outermost module, and the
+            mode records no state.
+        modules: fnmatch patterns for qualified module names; "*" matches everything,
+            including ops outside any module.
         level: "op", "module" or "state"; each includes the levels after it.
         phases: any of "forward", "backward" and "optimizer".
-        compiled: "run" records the inputs and outputs of regions that torch.compile compiled, and the ops visible
-            inside. "eager" runs their original code and records every op: slower, and with other kernels.
+        compiled: "run" records the inputs and outputs of regions that torch.compile compiled, and
+            the ops visible inside. "eager" runs their original code and records every op: slower,
+            and with other kernels.
 
     Attributes:
         trace: the last step, or None before the first.
         is_open: whether a step is under way.
         is_off: whether the mode has turned itself off for good.
-        optimizers: the optimizers whose state is recorded; the mode adds those that step inside the block.
+        optimizers: the optimizers whose state is recorded; the mode adds those
+            that step inside the block.
 
     Raises:
         SelectionError: an argument has a value that is not allowed.
@@ -73,8 +163,12 @@ class HashMode:
         self._open(model, selection, base_phase="forward")
 
     @classmethod
-    def for_training(cls, model: nn.Module, selection: Selection, *, base_phase: str = "other") -> "HashMode":
-        """Return a mode for a training loop that begins and finishes the steps, and sets the phases."""
+    def for_training(
+        cls, model: nn.Module, selection: Selection, *, base_phase: str = "other"
+    ) -> "HashMode":
+        """Return a mode for a training loop that begins and finishes the steps,
+        and sets the phases.
+        """
         mode = cls.__new__(cls)
         cls._open(mode, model, selection, base_phase=base_phase)
         return mode
@@ -100,7 +194,8 @@ class HashMode:
         self.is_open = False
         self._samples: list[Samples] = []
         self._num_batches = 0  # of the step under way
-        self.list_further: Callable[[], Iterable[Entry]] = tuple  # state outside model and optimizers
+        # state outside model and optimizers
+        self.list_further: Callable[[], Iterable[Entry]] = tuple
         self.on_updated: Callable[[], None] = lambda: None  # called after an optimizer's update
 
     @property
@@ -115,7 +210,9 @@ class HashMode:
     @property
     def sketch(self) -> tuple[int, ...]:
         """The sketch of the largest samples in the last finished step's batch."""
-        largest = max(self._samples, key=lambda one: (one.sketch != (), one.num_bytes), default=None)
+        largest = max(
+            self._samples, key=lambda one: (one.sketch != (), one.num_bytes), default=None
+        )
         return () if largest is None else largest.sketch
 
     def __enter__(self) -> Self:
@@ -123,7 +220,10 @@ class HashMode:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if kind is None:
             self.finish()
@@ -131,14 +231,19 @@ class HashMode:
             self.abandon()
 
     @hidden
-    def begin(self, *, batch: Any = None, is_first: bool = False, expected: Expectation | None = None) -> None:
+    def begin(
+        self, *, batch: Any = None, is_first: bool = False, expected: Expectation | None = None
+    ) -> None:
         """Start a step on a batch; the first step of a run also records the initial state."""
         if self.is_open:
             raise TraceError(
-                "HashMode is already open, and traces only one step at a time. Leave it before you enter it again."
+                "HashMode is already open, and traces only one step at a time. Leave it before you "
+                "enter it again."
             )
         if self.is_off:
-            raise TraceError("HashMode was turned off because another dispatch mode was left open above it.")
+            raise TraceError(
+                "HashMode was turned off because another dispatch mode was left open above it."
+            )
         recorder = self.recorder
         try:
             recorder.begin(expected)
@@ -147,7 +252,9 @@ class HashMode:
             if is_first:
                 recorder.named.record_group("initial state", "state", self._state(), is_writer=True)
             if further := list(self.list_further()):
-                recorder.named.record_group("further state", "state", further, owner="", is_writer=True)
+                recorder.named.record_group(
+                    "further state", "state", further, owner="", is_writer=True
+                )
             self._samples = []
             self._num_batches = 0 if batch is None else 1
             if batch is not None:
@@ -177,7 +284,9 @@ class HashMode:
                 names = self.recorder.named.record_group("state", "state", entries)
                 self.recorder.named.record_generators(is_end=True)
                 if self.selection.level == "op":
-                    self.recorder.places.names.replace(names, (value for _, value in entries if has_address(value)))
+                    self.recorder.places.names.replace(
+                        names, (value for _, value in entries if has_address(value))
+                    )
                 self.trace = self.recorder.finish()
         except BaseException:  # including Ctrl-C: leave no hooks behind
             self.recorder.abandon()
@@ -192,7 +301,9 @@ class HashMode:
 
     @hidden
     def add_batch(self, batch: Any) -> None:
-        """Record a batch that is loaded within the step, such as the second of an accumulation: "batch 2"."""
+        """Record a batch that is loaded within the step, such as the second of
+        an accumulation: "batch 2".
+        """
         if self.is_open:
             self._num_batches += 1
             with self.recorder.step.lock:
@@ -201,27 +312,38 @@ class HashMode:
 
     @hidden
     def record_values(self, phase: str, values: Any, name: str) -> None:
-        """Record the tensors and numbers of a nested structure, such as the loss, at this point in the step."""
+        """Record the tensors and numbers of a nested structure, such as the loss,
+        at this point in the step.
+        """
         if self.is_open:
             with self.recorder.step.lock:
                 if phase == "state":
                     self.recorder.undigested.wait_for_copies()
-                self.recorder.named.record_group(name, phase, self.recorder.named.readable(values, name), owner="")
+                self.recorder.named.record_group(
+                    name, phase, self.recorder.named.readable(values, name), owner=""
+                )
 
     @hidden
     def digest_state(self) -> dict[str, int]:
-        """Return the digest of each parameter, buffer and optimizer state by name; for a number, its 64 bits."""
+        """Return the digest of each parameter, buffer and optimizer state by name;
+        for a number, its 64 bits.
+        """
         self._name_parameters()
         entries = [(name, value) for name, value in self._state() if holds_data(value)]
         digests = iter(digest_tensors([value for _, value in entries if isinstance(value, Tensor)]))
-        return {name: next(digests) if isinstance(value, Tensor) else scalar_bits(value)[0] for name, value in entries}
+        return {
+            name: next(digests) if isinstance(value, Tensor) else scalar_bits(value)[0]
+            for name, value in entries
+        }
 
     def marks_forward(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function, wrapped to run in phase forward."""
         return in_phase(self.recorder, "forward", function)
 
     def leaves_out(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function, wrapped so that its ops are not recorded: they belong to no training step."""
+        """Return the function, wrapped so that its ops are not recorded:
+        they belong to no training step.
+        """
 
         def left_out(*args: Any, **kwargs: Any) -> Any:
             mode = self._listener.mode
@@ -237,7 +359,9 @@ class HashMode:
         return left_out
 
     def pause(self) -> None:
-        """Record no ops until ``unpause`` or the end of the step: they belong to no training step."""
+        """Record no ops until ``unpause`` or the end of the step:
+        they belong to no training step.
+        """
         if self._listener.mode is not None:
             self._listener.mode.recorder = None
 
@@ -252,14 +376,17 @@ class HashMode:
             return
         self.is_off = True
         warnings.warn(
-            f"Another dispatch mode ({above}) was opened inside the step and left open, so det_callbacks turned off "
-            "its mode and records nothing from here on. Close the other mode before the step ends.",
+            f"Another dispatch mode ({above}) was opened inside the step and left open, so "
+            "det_callbacks turned off its mode and records nothing from here on. Close the other "
+            "mode before the step ends.",
             CoverageWarning,
             stacklevel=3,
         )
 
     def _state(self) -> list[Entry]:
-        model: list[Entry] = [] if self._walker is None else [*self._walker.walk(PARAMETERS, BUFFERS)]
+        model: list[Entry] = (
+            [] if self._walker is None else [*self._walker.walk(PARAMETERS, BUFFERS)]
+        )
         states = states_of_parameters(self._phases.seen, self.recorder.places.parameter_names)
         return model + [entry for _, entry in states]
 
@@ -271,7 +398,9 @@ class HashMode:
 
     @hidden
     def _record_gradients(self, optimizer: Optimizer) -> None:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
         names = self.recorder.places.parameter_names
         entries: list[Entry] = [
             (f"grad of {names.get(id(parameter)) or f'parameter {number}'}", parameter.grad)
@@ -288,7 +417,9 @@ class HashMode:
         places.name_parameters(parameters)
         if self.selection.level == "op" and (
             not places.names.known
-            or any(places.names.of(value) != name for name, value in parameters if has_address(value))
+            or any(
+                places.names.of(value) != name for name, value in parameters if has_address(value)
+            )
         ):
             places.names.refresh()
 
@@ -314,7 +445,9 @@ class Listener:
             self.mode.__enter__()
 
     def close(self) -> str | None:
-        """Stop listening; return the class of a mode above ours, if any: ours then stays and passes on all ops."""
+        """Stop listening; return the class of a mode above ours, if any:
+        ours then stays and passes on all ops.
+        """
         if self._phases is not None:
             self._phases.close()
             self._outputs.close()
@@ -324,16 +457,19 @@ class Listener:
 
 
 class OpRegion:
-    """Lets the recorder see ops while a region is open; regions nest, and only the outermost counts.
+    """Lets the recorder see ops while a region is open; regions nest,
+    and only the outermost counts.
 
-    The end of a region forgets all writers: between regions, anything may write memory unrecorded. ``level`` is that
-    of a surrounding HashMode, if any. At "op", the HashMode sees every op anyway, and at "state" it does not
-    follow modules, so regions are only counted.
+    The end of a region forgets all writers: between regions, anything may write memory unrecorded.
+    ``level`` is that of a surrounding HashMode, if any. At "op", the HashMode sees every op anyway,
+    and at "state" it does not follow modules, so regions are only counted.
     """
 
     def __init__(self, recorder: Recorder, *, level: str | None = None) -> None:
         self._recorder = recorder
-        self._listener = Listener(recorder, OptimizerPhases(recorder, "forward") if level is None else None)
+        self._listener = Listener(
+            recorder, OptimizerPhases(recorder, "forward") if level is None else None
+        )
         self._is_counted_only = level in ("op", "state")
         self.depth = 0
 
@@ -344,16 +480,20 @@ class OpRegion:
             self._listener.open(sees_ops=True)
 
     def leave(self) -> None:
-        """Close a region; raise TraceError if none is open, or if a dispatch mode opened inside it is still open."""
+        """Close a region; raise TraceError if none is open,
+        or if a dispatch mode opened inside it is still open.
+        """
         if not self.depth:
             raise TraceError(
-                "There is no region to close, because disable_hash_mode was called more often than enable_hash_mode."
+                "There is no region to close, because disable_hash_mode was called more often than "
+                "enable_hash_mode."
             )
         mode = self._listener.mode
         if self.depth == 1 and mode is not None and not mode.is_on_top:
             raise TraceError(
-                f"Another dispatch mode ({mode.describe_top()}) is open above that of enable_hash_mode, or replaced "
-                "it, so the region is still open. Close that mode first."
+                f"Another dispatch mode ({mode.describe_top()}) is open above that of "
+                "enable_hash_mode, or replaced it, so the region is still open. Close that mode "
+                "first."
             )
         self.depth -= 1
         if not self.depth:
@@ -381,8 +521,8 @@ class OpRegion:
         self._recorder.forget_writers()
         if self._listener.close() is not None:
             warnings.warn(
-                "A region of enable_hash_mode ended while another dispatch mode above it is still open, so its mode "
-                "was turned off. Close the other mode first.",
+                "A region of enable_hash_mode ended while another dispatch mode above it is still "
+                "open, so its mode was turned off. Close the other mode first.",
                 CoverageWarning,
                 stacklevel=4,
             )

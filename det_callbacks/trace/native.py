@@ -1,8 +1,10 @@
-"""The native recorder: C++ records the calls that a step is likely to make next, on the ledger of ``Recorder``.
+"""The native recorder: C++ records the calls that a step is likely to make next,
+on the ledger of ``Recorder``.
 
-``native/recorder.cpp`` compares a call with the likely node of the call graph before it runs. It records that call,
-and passes any other to Python, which records it and teaches its node. So rows, names and source lines come from the
-code that records without it, and both recorders write the same run.
+``native/recorder.cpp`` compares a call with the likely node of the call graph before it runs. It
+records that call, and passes any other to Python, which records it and teaches its node. So rows,
+names and source lines come from the code that records without it,
+and both recorders write the same run.
 """
 
 import ctypes
@@ -16,10 +18,10 @@ from torch import Tensor, nn
 from det_callbacks.digest.host import digest_memory
 from det_callbacks.internals.torch import RUN_BACKWARD, is_zero_tensor, schema_of
 from det_callbacks.native.library import load
-from det_callbacks.trace.attribution.backward import of_accumulation
-from det_callbacks.trace.op.call_graph import CallNode
-from det_callbacks.trace.op.components import PLAIN, STRIDED
-from det_callbacks.trace.tables.overloads import OpKind, OpPlan, make_plan
+from det_callbacks.trace.backward import of_accumulation
+from det_callbacks.trace.call_graph import CallNode
+from det_callbacks.trace.components import PLAIN, STRIDED
+from det_callbacks.trace.overloads import OpKind, OpPlan, make_plan
 
 DTYPES: dict[str, torch.dtype] = {
     "Byte": torch.uint8,
@@ -52,18 +54,33 @@ class NativeCalls:
         self._library = library
         self._address = ctypes.c_void_p(library.det_new())
         self._plans = recorder.plans
-        self._taught: dict[int, bool] = {}  # ``id`` of an op that a plan keeps alive -> whether C++ may record it
+        # ``id`` of an op that a plan keeps alive -> whether C++ may record it
+        self._taught: dict[int, bool] = {}
         self._is_open = False
         self._taken = (0, 0)
-        finalize(self, library.det_delete, self._address).atexit = False  # a mode may close after that
+        # a mode may close after that
+        finalize(self, library.det_delete, self._address).atexit = False
         step, places = recorder.step, recorder.places
         # in the order of ``Bound`` in recorder.cpp, which keeps them while a mode is open
         self._objects = (
             *(step, step.graph, step.ledger, step.ledger.writers, step.deferred, step.layouts),
             *(places, places.modules, places.backward, places.backward.threads, places.names),
-            *(places.parameter_names, places.elsewhere, recorder.captures.begun, places.running_regions),
+            *(
+                places.parameter_names,
+                places.elsewhere,
+                recorder.captures.begun,
+                places.running_regions,
+            ),
             *(recorder.output_hooks, step.lock.acquire, step.lock.release, step.layouts.of_numbers),
-            *(step.ledger.write_part, digest_memory, of_accumulation, DTYPES, RUN_BACKWARD, Tensor, nn.Parameter),
+            *(
+                step.ledger.write_part,
+                digest_memory,
+                of_accumulation,
+                DTYPES,
+                RUN_BACKWARD,
+                Tensor,
+                nn.Parameter,
+            ),
         )
 
     @property
@@ -83,7 +100,9 @@ class NativeCalls:
         """Let C++ see the ops of a dispatch mode of this thread first."""
         step = self._objects[0]
         generations = step.graph.num_forgets, step.layouts.num_forgets
-        self._is_open = bool(self._library.det_open(self._address, mode, self._objects, *generations))
+        self._is_open = bool(
+            self._library.det_open(self._address, mode, self._objects, *generations)
+        )
 
     def close(self) -> None:
         """Let Python record every op; may be called more than once."""
@@ -97,14 +116,20 @@ class NativeCalls:
             return False
         is_taught = self._taught.get(id(func))
         if is_taught is None:
-            is_taught = self._taught[id(func)] = _is_plain(plan, func) and self._plans.runs_kernel(func)
+            is_taught = self._taught[id(func)] = _is_plain(plan, func) and self._plans.runs_kernel(
+                func
+            )
             if is_taught:
                 self._library.det_teach_op(_facts_of(plan, func))
         return is_taught
 
     def teach(self, plan: OpPlan, func: Any, node: CallNode, outputs: Sequence[Any]) -> None:
         """Teach the node of the call that was just recorded."""
-        if self.teach_op(plan, func) and not (plan.is_reducing and node.scope.name) and all(map(_is_known, outputs)):
+        if (
+            self.teach_op(plan, func)
+            and not (plan.is_reducing and node.scope.name)
+            and all(map(_is_known, outputs))
+        ):
             self._library.det_teach(node)
 
 
@@ -142,7 +167,12 @@ def _is_known(output: Any) -> bool:
     """Return whether C++ digests an output as Python does."""
     if not isinstance(output, Tensor):
         return isinstance(output, bool | int | float)
-    is_plain = output.__class__ in PLAIN and output.layout is STRIDED and output.is_cpu and not output.is_nested
+    is_plain = (
+        output.__class__ in PLAIN
+        and output.layout is STRIDED
+        and output.is_cpu
+        and not output.is_nested
+    )
     if not is_plain or output.dtype not in _KNOWN_DTYPES:
         return False
     return not (output.is_conj() or output.is_neg() or is_zero_tensor(output))

@@ -1,8 +1,8 @@
 """The recorder: records what one step did, op by op, with as little work per op as possible.
 
-The hot path (``Recorder.op``) does no logging or schema parsing. A call that matches the prediction costs look-ups and
-comparisons, its reads, and the digests of its outputs; where a number among its arguments is ambiguous (1 == 1.0) or
-changes, also a text of its numbers.
+The hot path (``Recorder.op``) does no logging or schema parsing. A call that matches the prediction
+costs look-ups and comparisons, its reads, and the digests of its outputs; where a number among its
+arguments is ambiguous (1 == 1.0) or changes, also a text of its numbers.
 """
 
 from collections.abc import Sequence
@@ -19,28 +19,28 @@ from det_callbacks.internals.torch import TORCH, graph_task_id, pin_storage, sto
 from det_callbacks.runs.program import Program, scalar_bits
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import Expectation, StepTrace, require_whole
-from det_callbacks.trace.attribution.backward import ENGINE
-from det_callbacks.trace.attribution.elsewhere import OTHER_THREAD
-from det_callbacks.trace.attribution.engine import source_of
-from det_callbacks.trace.attribution.places import Places
+from det_callbacks.trace.backward import ENGINE
+from det_callbacks.trace.call_graph import Call
 from det_callbacks.trace.collectives import Collectives
 from det_callbacks.trace.compiled.captures import GraphCaptures
 from det_callbacks.trace.compiled.regions import CompiledRegions
 from det_callbacks.trace.compiled.replaced import REPLACED
+from det_callbacks.trace.components import (
+    PLAIN,
+    STRIDED,
+    Parts,
+    address_of,
+    describe_parts,
+    parts_of_arguments,
+    parts_with_memory,
+)
 from det_callbacks.trace.dispatch import TAKE_APART
+from det_callbacks.trace.generators import GeneratorTrail
+from det_callbacks.trace.modules import source_of
+from det_callbacks.trace.named_sites import NamedSites
 from det_callbacks.trace.native import native_calls
-from det_callbacks.trace.op.call_graph import Call
-from det_callbacks.trace.op.components import PLAIN, STRIDED, address_of, parts_with_memory
-from det_callbacks.trace.op.layouts import Parts, describe_parts, parts_of_arguments
-from det_callbacks.trace.op.output_hooks import OutputHooks
-from det_callbacks.trace.op.reads import Reads
-from det_callbacks.trace.op.sites import InputName, build_op, names_of_written
-from det_callbacks.trace.op.undigested_ops import UndigestedOps
-from det_callbacks.trace.op.unseen_writes import UnseenWriteCheck
-from det_callbacks.trace.state.generators import GeneratorTrail
-from det_callbacks.trace.state.named_sites import NamedSites
-from det_callbacks.trace.step import Step
-from det_callbacks.trace.tables.overloads import (
+from det_callbacks.trace.nondeterministic_ops import Plans
+from det_callbacks.trace.overloads import (
     OpKind,
     OpPlan,
     comes_apart,
@@ -49,11 +49,26 @@ from det_callbacks.trace.tables.overloads import (
     written_arguments,
     written_by_call,
 )
-from det_callbacks.trace.tables.plans import Plans
+from det_callbacks.trace.places import OTHER_THREAD, Places
+from det_callbacks.trace.reads import Reads
+from det_callbacks.trace.sites import InputName, build_op, names_of_written
+from det_callbacks.trace.step import OutputHooks, Step
+from det_callbacks.trace.undigested_ops import UndigestedOps
+from det_callbacks.trace.unseen_writes import UnseenWriteCheck
 
 _is_grad_enabled = torch.is_grad_enabled
 _CONST_CLASSES = frozenset(
-    {int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format}
+    {
+        int,
+        float,
+        bool,
+        type(None),
+        str,
+        torch.dtype,
+        torch.device,
+        torch.layout,
+        torch.memory_format,
+    }
 )
 _DIGEST = OpKind.DIGEST
 _ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
@@ -63,7 +78,8 @@ _ITEM = torch.ops.aten._local_scalar_dense.default
 class Recorder:
     """Records one step at a time, between ``begin`` and ``finish``.
 
-    ``step`` holds what the step has recorded so far, and ``places`` knows where the running code belongs.
+    ``step`` holds what the step has recorded so far, and ``places`` knows where
+    the running code belongs.
     """
 
     def __init__(self, selection: Selection, root: nn.Module | None = None) -> None:
@@ -80,7 +96,9 @@ class Recorder:
         self._reads = Reads(step, places, self.generators)
         self.collectives = self._reads.collectives = Collectives(step, places, self._reads)
         self.named = NamedSites(step, places, self.generators, self.collectives, self.captures)
-        self.undigested = UndigestedOps(step, places, self.plans, self.collectives, self.output_hooks)
+        self.undigested = UndigestedOps(
+            step, places, self.plans, self.collectives, self.output_hooks
+        )
         self._unseen_writes = UnseenWriteCheck(step)
         self.compiled = CompiledRegions(
             step,
@@ -113,7 +131,9 @@ class Recorder:
         self._unseen_writes.begin_update()
 
     def begin(self, expected: Expectation | None = None) -> None:
-        """Start a step; where an output differs from ``expected``, check the op's inputs for unseen writes."""
+        """Start a step; where an output differs from ``expected``,
+        check the op's inputs for unseen writes.
+        """
         self.step.begin()
         self._reads.begin()
         self.places.backward.clear()
@@ -138,7 +158,11 @@ class Recorder:
             settled = step.deferred.settle(step.digests)
             if self._expected is not None:
                 self._unseen_writes.check_deferred(self._expected, program, settled)
-            digests = np.frombuffer(step.digests, dtype=np.uint64) if step.digests else np.empty(0, np.uint64)
+            digests = (
+                np.frombuffer(step.digests, dtype=np.uint64)
+                if step.digests
+                else np.empty(0, np.uint64)
+            )
             trace = self._trace(program, digests)
             self.abandon()
         return trace
@@ -155,7 +179,9 @@ class Recorder:
         self._expected = None
 
     def forget_writers(self) -> None:
-        """Forget all writers: from now on, anything may write memory without the recorder seeing it."""
+        """Forget all writers: from now on, anything may write memory
+        without the recorder seeing it.
+        """
         self.step.ledger.close()
         self.generators.clear()
 
@@ -187,13 +213,17 @@ class Recorder:
         else:
             phase = "backward"
             scope = places.backward.scope()
-            if scope is ENGINE and func is _ADD_IN_PLACE:  # recorded as ``add``; ``plan.call`` still adds in place
+            # recorded as ``add``; ``plan.call`` still adds in place
+            if scope is ENGINE and func is _ADD_IN_PLACE:
                 func, plan = _ADD, self._plan_of_accumulation(args)
             if self.elsewhere.nodes and self.elsewhere.is_running(func):
-                return self.undigested.unrecorded(OTHER_THREAD, plan, func, phase, scope, args, kwargs)
+                return self.undigested.unrecorded(
+                    OTHER_THREAD, plan, func, phase, scope, args, kwargs
+                )
         if (
             plan.is_reducing
-            and (reduced := self.undigested.in_reducer(plan, scope, args, kwargs)) is not NotImplemented
+            and (reduced := self.undigested.in_reducer(plan, scope, args, kwargs))
+            is not NotImplemented
         ):
             return reduced
         # record .item() anywhere: Python may pass the number to an op in any module
@@ -201,7 +231,8 @@ class Recorder:
         if not places.selects_all and not may_be_passed_on and not places.selects(phase, scope):
             return self.undigested.unrecorded("unselected", plan, func, phase, scope, args, kwargs)
 
-        # what the call reads: the sites that wrote its inputs, and a new input site for any other input
+        # what the call reads: the sites that wrote its inputs, and a new
+        # input site for any other input
         step = self.step
         deferred = step.deferred
         digests = step.digests
@@ -217,12 +248,14 @@ class Recorder:
         try:
             if plan.is_overwrite:
                 self.collectives.note_copy(plan, args)
-                for _, value in plan.inputs(args, kwargs):  # without the argument that it overwrites
+                # without the argument that it overwrites
+                for _, value in plan.inputs(args, kwargs):
                     self._reads.gather(value, consts, reads, input_names)
             else:
                 for value in (*args, *kwargs.values()) if kwargs else args:
                     value_class = value.__class__
-                    # an ordinary tensor has one storage; `writer` is an int if one site wrote all of it
+                    # an ordinary tensor has one storage; `writer` is an int
+                    # if one site wrote all of it
                     if value_class in PLAIN and value.layout is STRIDED:
                         storage = value.untyped_storage()
                         writer = writers.get(storage_address(storage))
@@ -243,7 +276,9 @@ class Recorder:
             if not is_functional and (expected is not None or deferred.is_used):
                 written = written_arguments(plan, args, kwargs)
                 if expected is not None:
-                    was_changed = self._unseen_writes.check_before_write(plan, written, args, kwargs, first_site, phase)
+                    was_changed = self._unseen_writes.check_before_write(
+                        plan, written, args, kwargs, first_site, phase
+                    )
                 if deferred.is_used:
                     deferred.before_writes(written)
             out = plan.call(*args, **kwargs)
@@ -268,8 +303,9 @@ class Recorder:
         if self.output_hooks.every:
             out, outputs = self.output_hooks.call(plan, phase, scope, out, outputs, args, kwargs)
 
-        # which call it is: the predicted one if op, inputs, place and arguments agree; else the graph looks it up
-        # (comparing by identity is enough, since an equal call that is not found here is found there)
+        # which call it is: the predicted one if op, inputs, place and arguments agree; else the
+        # graph looks it up (comparing by identity is enough, since an equal call that is not found
+        # here is found there)
         graph = step.graph
         if input_names:
             read_labels = graph.labels_of(reads, first_site, self._reads.row_edges)
@@ -292,7 +328,10 @@ class Recorder:
             and likely.shared.last_step != graph.step_number  # not yet in this step
             and (not kwargs or likely.keywords == tuple(kwargs))
             and (
-                (likely.consts == consts and (likely.exact_repr is None or likely.exact_repr == repr(consts)))
+                (
+                    likely.consts == consts
+                    and (likely.exact_repr is None or likely.exact_repr == repr(consts))
+                )
                 or graph.take_numbers(likely, consts)
             )
         ):
@@ -313,12 +352,13 @@ class Recorder:
         if input_names:
             self._reads.row_edges.clear()
         step.counts.num_digested += 1
-        # only calls that may make autograd nodes: not an update's, and a backward pass's only with create_graph or
-        # where it recomputes a forward pass
+        # only calls that may make autograd nodes: not an update's, and a backward pass's only with
+        # create_graph or where it recomputes a forward pass
         if phase != "optimizer" and (phase != "backward" or _is_grad_enabled() or scope.recomputed):
             places.backward.register(node)
 
-        # the call's sites: the numbers among its arguments, then its outputs, each with digest, layout and writer
+        # the call's sites: the numbers among its arguments, then its outputs,
+        # each with digest, layout and writer
         indices = step.layout_indices
         if node.number_indices:
             digests.append(node.numbers_bits)
@@ -327,7 +367,9 @@ class Recorder:
         first_output = position
         slots = step.layouts.slots
         # only in the forward pass, whose parts determine those of the other phases
-        parts_read = parts_of_arguments(args, kwargs, places.names.offset_in) if phase == "forward" else ()
+        parts_read = (
+            parts_of_arguments(args, kwargs, places.names.offset_in) if phase == "forward" else ()
+        )
         for output in outputs:
             if output.__class__ in PLAIN and output.layout is STRIDED and not output.is_nested:
                 slot_key: tuple[Any, ...] = (output.dtype, output.shape, output.stride())
@@ -338,7 +380,8 @@ class Recorder:
                     slot = step.layouts.add_strided(slot_key)
                 storage = output.untyped_storage()
                 if is_functional:
-                    address = pin_storage(storage)  # the storage's own, which no other gets while it is pinned
+                    # the storage's own, which no other gets while it is pinned
+                    address = pin_storage(storage)
                     ledger.pins.append(address)
                     writers[address] = position
                 elif (  # it covers its whole storage, which has a writer
@@ -386,7 +429,8 @@ class Recorder:
     def _append_special(self, output: Any, parts: Parts, *, is_fresh: bool) -> None:
         """Append a number, or a tensor that is not an ordinary strided one.
 
-        A fresh tensor (sparse, a wrapper) may wrap existing tensors, whose bytes keep their writers.
+        A fresh tensor (sparse, a wrapper) may wrap existing tensors,
+        whose bytes keep their writers.
         """
         step = self.step
         position = self.num_sites
@@ -398,16 +442,22 @@ class Recorder:
         else:
             step.append(output)
             for part in parts_with_memory(output):
-                if not (is_fresh and storage_address(part.untyped_storage()) in step.ledger.writers):
+                if not (
+                    is_fresh and storage_address(part.untyped_storage()) in step.ledger.writers
+                ):
                     step.ledger.write(part, position)
 
     def _plan_of_accumulation(self, args: tuple[Any, ...]) -> OpPlan:
-        """Return the plan for an in-place sum of gradients by the engine, recorded like its out-of-place sum.
+        """Return the plan for an in-place sum of gradients by the engine,
+        recorded like its out-of-place sum.
 
-        The engine adds in place if nothing else holds the memory (torch 2.13, ``InputBuffer::accumulate``). A deferred
-        digest may hold it too, and the program must not depend on that.
+        The engine adds in place if nothing else holds the memory (torch 2.13,
+        ``InputBuffer::accumulate``). A deferred digest may hold it too,
+        and the program must not depend on that.
         """
         if self.step.deferred.is_used:
             self.step.deferred.before_writes(args[:1])
-        self._accumulation = self._accumulation or replace(self.plans.of(_ADD), call=self.plans.of(_ADD_IN_PLACE).call)
+        self._accumulation = self._accumulation or replace(
+            self.plans.of(_ADD), call=self.plans.of(_ADD_IN_PLACE).call
+        )
         return self._accumulation

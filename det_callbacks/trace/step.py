@@ -1,25 +1,36 @@
-"""What the current step has recorded so far: its sites, the writers of its memory, and its path in the call graph."""
+"""What the current step has recorded so far: its sites, the writers of its memory,
+and its path in the call graph.
+"""
 
 from array import array
 from collections.abc import Sequence
 from threading import RLock
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from det_callbacks.runs.program import scalar_bits
-from det_callbacks.trace.op.call_graph import CallGraph, OpScope, StepCounts
-from det_callbacks.trace.op.components import PLAIN, has_parts, holds_data, is_hidden, parts_of, parts_with_memory
-from det_callbacks.trace.op.deferred_sites import DeferredSites
-from det_callbacks.trace.op.layouts import LayoutSlot, LayoutTable
-from det_callbacks.trace.op.storages import StorageWriters
+from det_callbacks.trace.call_graph import CallGraph, OpScope, StepCounts
+from det_callbacks.trace.components import (
+    PLAIN,
+    LayoutSlot,
+    LayoutTable,
+    has_parts,
+    holds_data,
+    is_hidden,
+    parts_of,
+    parts_with_memory,
+)
+from det_callbacks.trace.overloads import OpPlan, written_by_call
+from det_callbacks.trace.sites import DeferredSites
+from det_callbacks.trace.storages import StorageWriters
 
 
 class Step:
     """The current step; appending bits and a layout adds a site.
 
-    Hold ``lock`` while recording: the autograd engine runs each device's part of a backward pass in a separate thread,
-    and an op lets other threads continue while it runs.
+    Hold ``lock`` while recording: the autograd engine runs each device's part of a backward pass in
+    a separate thread, and an op lets other threads continue while it runs.
     """
 
     def __init__(self) -> None:
@@ -83,7 +94,9 @@ class Step:
         self.append(tensor, slot)
 
     def holds_data(self, tensor: Any) -> bool:
-        """Return whether a tensor has data to digest; the coverage names a class that hides its data."""
+        """Return whether a tensor has data to digest; the coverage names a
+        class that hides its data.
+        """
         if tensor.__class__ in PLAIN:
             return not tensor.is_meta
         if is_hidden(tensor):
@@ -96,7 +109,9 @@ class Step:
     def writers_of(self, tensor: Tensor) -> list[int]:
         if not has_parts(tensor):
             return self.ledger.writers_of(tensor)
-        return sorted({writer for part in parts_of(tensor) for writer in self.ledger.writers_of(part)})
+        return sorted(
+            {writer for part in parts_of(tensor) for writer in self.ledger.writers_of(part)}
+        )
 
     def forget(self, tensor: Tensor) -> None:
         """Record an unseen write to a tensor, or to its parts."""
@@ -104,7 +119,9 @@ class Step:
             self.ledger.forget(part)
 
     def run_unseen(self, label: str, phase: str, scope: OpScope) -> None:
-        """Add a call without rows to the program, for something that may have written any memory."""
+        """Add a call without rows to the program, for something that may
+        have written any memory.
+        """
         self.counts.opaque.add(label)
         self.ledger.invalidate()
         self.graph.step_to(label, phase, scope, [], [], 0, lambda node: None)
@@ -114,3 +131,67 @@ class Step:
         del self.digests[mark:]
         del self.layout_indices[mark:]
         self.ledger.drop_from(mark)
+
+
+class OutputHook(Protocol):
+    """Called with the outputs of the ops it selects, before they are digested:
+    replay restores tensors there.
+    """
+
+    needs_rows: bool  # whether to call it for digested ops only
+
+    def selects(self, phase: str, module: str, op: str) -> bool:
+        """Return whether the hook wants the outputs of an op at this place."""
+
+    def exchange(
+        self,
+        phase: str,
+        module: str,
+        op: str,
+        outputs: Sequence[Any],
+        position: int,
+        deferred: DeferredSites,
+    ) -> Sequence[Any]:
+        """Return the outputs to continue with: the same tensors, perhaps with other
+        contents, or other numbers.
+
+        The call's sites are the next outputs from ``position`` on.
+        """
+
+
+class OutputHooks:
+    """The output hooks of a recording; most recordings have none."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self.every: tuple[OutputHook, ...] = ()
+
+    def call(
+        self,
+        plan: OpPlan,
+        phase: str,
+        scope: OpScope,
+        out: Any,
+        outputs: Sequence[Any] | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Any, Sequence[Any]]:
+        """Call the hooks; return the op's result and outputs.
+
+        ``outputs`` is None for an op without sites.
+        """
+        written = outputs
+        for hook in self.every:
+            if (outputs is None and hook.needs_rows) or not hook.selects(
+                phase, scope.module, plan.name
+            ):
+                continue
+            written = written_by_call(plan, out, args, kwargs) if written is None else written
+            if not written:
+                break
+            is_number = len(written) == 1 and written[0] is out and not isinstance(out, Tensor)
+            written = hook.exchange(
+                phase, scope.module, plan.name, written, self._step.num_sites, self._step.deferred
+            )
+            out = written[0] if is_number else out
+        return out, written or ()

@@ -16,10 +16,10 @@ from det_callbacks.errors import DivergenceWarning, NothingComparedError
 from det_callbacks.ranks.group import RankGroup
 from det_callbacks.ranks.replicas import ReplicaError, ReplicaReport, compare_replicas
 from det_callbacks.report.closing_lines import audit_line, audit_lines, replicas_line, replicas_text
-from det_callbacks.runs.disk import ANOTHER_FOLDER, make_folder, replace_atomically, writing
-from det_callbacks.runs.peers import Peers
-from det_callbacks.trace.attribution.places import set_until_module
-from det_callbacks.trace.state.optimizers import in_phase
+from det_callbacks.runs.files import ANOTHER_FOLDER, make_folder, replace_atomically, writing
+from det_callbacks.runs.lock import Peers
+from det_callbacks.trace.optimizers import in_phase
+from det_callbacks.trace.places import set_until_module
 from det_callbacks.training.arguments import OnDivergence, RunArguments
 from det_callbacks.training.session import FIT, Session
 from det_callbacks.training.training import Training
@@ -31,7 +31,9 @@ NUM_STEPS = 3  # audited by default
 
 
 class Auditing(Session):
-    """Audits the fits of one run; files go to ``current``, or to a new folder below the training's."""
+    """Audits the fits of one run; files go to ``current``,
+    or to a new folder below the training's.
+    """
 
     _folder: Path
     _mode: BitwiseEquivalenceMode
@@ -57,7 +59,9 @@ class Auditing(Session):
         self.audit_report, self._training = None, training
         if self.stages == [FIT]:
             self._folder = self.arguments.current or free_folder(self.root, kind="audit")
-            self._mode = BitwiseEquivalenceMode(model=training.module, base_phase=training.base_phase)
+            self._mode = BitwiseEquivalenceMode(
+                model=training.module, base_phase=training.base_phase
+            )
         self._remove_files(self._folder)
 
     @override
@@ -109,7 +113,10 @@ class Auditing(Session):
             why = "no op ran twice. Train at least one step"
             if chosen is not None:
                 steps = ", ".join(map(str, chosen))
-                why = f"the fit ran none of the steps in only_steps ({steps}). Select steps that the fit reaches"
+                why = (
+                    f"the fit ran none of the steps in only_steps ({steps}). Select steps that the "
+                    "fit reaches"
+                )
             raise NothingComparedError(f"Nothing was audited, because {why}.")
         report = self.audit_report = AuditReport(
             steps=tuple(self._steps),
@@ -122,11 +129,18 @@ class Auditing(Session):
         replay = folder / REPLAY_FILE
         steps = ", ".join(map(str, report.steps))
         text = (
-            f"# The ops that an audit of the steps {steps} found. Pass this file to record and verify:\n"
+            f"# The ops that an audit of the steps {steps} found. Pass this file to record and "
+            "verify:\n"
             f"# determinism.replay={replay} (Hydra), or replay={str(replay)!r}\n"
         )
-        replace_atomically(replay, (text + yaml.safe_dump(list(report.replay), width=math.inf)).encode())
-        self.print_line(audit_line(report, folder=folder, missed=sorted(set(chosen or ()).difference(report.steps))))
+        replace_atomically(
+            replay, (text + yaml.safe_dump(list(report.replay), width=math.inf)).encode()
+        )
+        self.print_line(
+            audit_line(
+                report, folder=folder, missed=sorted(set(chosen or ()).difference(report.steps))
+            )
+        )
         if report.findings:
             text = audit_lines(report, replay=replay)
             if self.arguments.on_divergence != "warn":
@@ -144,8 +158,14 @@ class Replicas:
     _first: ReplicaReport | None = None  # the first with a difference
     _num_audits = 0
 
-    def __init__(self, every_n_steps: int, on_divergence: OnDivergence, *, ignore: Sequence[str] = ()) -> None:
-        self.every_n_steps, self.on_divergence, self.ignore = every_n_steps, on_divergence, tuple(ignore)
+    def __init__(
+        self, every_n_steps: int, on_divergence: OnDivergence, *, ignore: Sequence[str] = ()
+    ) -> None:
+        self.every_n_steps, self.on_divergence, self.ignore = (
+            every_n_steps,
+            on_divergence,
+            tuple(ignore),
+        )
         self.replica_report: ReplicaReport | None = None
         self._group = RankGroup()
 
@@ -155,7 +175,12 @@ class Replicas:
             training.print_line("det_callbacks: one process has no replicas: nothing to compare")
         elif self.every_n_steps:
             self._group.open()
-            self._training, self._num_audits, self._first, self.replica_report = training, 0, None, None
+            self._training, self._num_audits, self._first, self.replica_report = (
+                training,
+                0,
+                None,
+                None,
+            )
             if (error := self._compare(training)) is not None:
                 raise error
 
@@ -182,7 +207,9 @@ class Replicas:
         agreed = None if self.replica_report is None else self.replica_report.last_agreement
         state = partial(training.replicated_state, self.ignore)
         step = training.step
-        report = self.replica_report = compare_replicas(self._group, state, step=step, last_agreement=agreed)
+        report = self.replica_report = compare_replicas(
+            self._group, state, step=step, last_agreement=agreed
+        )
         self._num_audits += 1
         if self._first is None and not report.equal:
             self._first = report
@@ -191,5 +218,7 @@ class Replicas:
         stops = self.on_divergence == "raise" and not report.equal
         if (is_last or stops) and not training.rank:
             has_differed = self._first is not None
-            training.print_line(replicas_line(report, num_audits=self._num_audits, has_differed=has_differed))
+            training.print_line(
+                replicas_line(report, num_audits=self._num_audits, has_differed=has_differed)
+            )
         return ReplicaError(replicas_text(report), report) if stops else None

@@ -1,36 +1,49 @@
-"""Evidence that can explain a difference: generator states at fixed points, and how batches were loaded."""
+"""Evidence that can explain a difference: generators, batches, metrics, what optimizers update."""
 
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from inspect import getattr_static
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, as_tensor, float64, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Sampler
 
-from det_callbacks.digest.host import digest_bytes
+from det_callbacks.digest.components import digest_tensor
+from det_callbacks.digest.host import digest_bytes, format_digest
 from det_callbacks.digest.unobserved import hidden, unobserved
 from det_callbacks.environment.variables import NUM_WORKERS
 from det_callbacks.errors import SettingsError
 from det_callbacks.internals.torch import BUFFERS, PARAMETERS, modules_in
-from det_callbacks.runs.evidence import KIND_OF_SAMPLER, LOADER
+from det_callbacks.internals.torch import PARAMETERS as HELD_PARAMETERS
+from det_callbacks.runs.evidence import KIND_OF_SAMPLER, LOADER, EvidenceKind
+from det_callbacks.runs.metrics import Metric, ReadRow
+from det_callbacks.runs.steps import StepTrace
 from det_callbacks.settings.generators import Held
-from det_callbacks.trace.op.components import has_parts, holds_data
-from det_callbacks.trace.state.generators import GeneratorLog, GeneratorReader
-from det_callbacks.trace.state.leaves import attributes_of, flatten
-from det_callbacks.trace.state.walker import StateWalker
-from det_callbacks.training.draws import Draws
+from det_callbacks.trace.components import PLAIN, has_parts, holds_data
+from det_callbacks.trace.generators import GeneratorLog, GeneratorReader
+from det_callbacks.trace.leaves import StateWalker, attributes_of, flatten
+from det_callbacks.trace.optimizers import parameters_of
+from det_callbacks.training.loading import Draws
 from det_callbacks.training.training import LoaderFollower, Training
 
 _FIT_START = "fit start"
 MAX_INDICES = 256  # recorded for a batch; a digest covers all
 
+# in which a trained parameter changes; if one does not, as many measurements of gradients follow
+NUM_UPDATES = 3
+# A smaller share of the largest gradient may be a rounding error, as for a bias before a BatchNorm.
+MIN_SHARE, MIN_EPSILONS = 1e-4, 16
+
 
 class EvidenceLog(GeneratorLog, LoaderFollower):
-    """The ledger of one fit, with hooks, options, loaders and batches; costs 40 microseconds a step."""
+    """The ledger of one fit, with hooks, options, loaders and batches;
+    costs 40 microseconds a step.
+    """
 
     def __init__(self, training: Training, reader: GeneratorReader, *, is_resumed: bool) -> None:
         super().__init__(reader)
@@ -44,7 +57,11 @@ class EvidenceLog(GeneratorLog, LoaderFollower):
         self.mark(_FIT_START, with_seeds=True)
         module = training.module
         with unobserved():
-            constants = [name for name, tensor in StateWalker(module).walk(PARAMETERS, BUFFERS) if _is_constant(tensor)]
+            constants = [
+                name
+                for name, tensor in StateWalker(module).walk(PARAMETERS, BUFFERS)
+                if _is_constant(tensor)
+            ]
         self.note(_FIT_START, "constants", value=len(constants), text=json.dumps(constants))
         if scripted := _scripted(module):
             self.note(_FIT_START, "scripted", text=json.dumps(scripted))
@@ -58,14 +75,24 @@ class EvidenceLog(GeneratorLog, LoaderFollower):
             for option in optimizer.param_groups[0] if optimizer.param_groups else ():
                 values = [group.get(option) for group in optimizer.param_groups]
                 # no tensors: reading one waits for its device
-                if isinstance(values[0], int | float) and self._options.get((number, option)) != values:
+                if (
+                    isinstance(values[0], int | float)
+                    and self._options.get((number, option)) != values
+                ):
                     self._options[number, option] = values
-                    numbers = [value if isinstance(value, int | float) else None for value in values]
+                    numbers = [
+                        value if isinstance(value, int | float) else None for value in values
+                    ]
                     self.note("", "option", str(number), option, text=json.dumps(numbers))
 
     @hidden
     def begin_loaders(
-        self, loaders: Mapping[str, Any], held: Mapping[str, Held], *, is_in_turn: bool, draws: Draws | None = None
+        self,
+        loaders: Mapping[str, Any],
+        held: Mapping[str, Held],
+        *,
+        is_in_turn: bool,
+        draws: Draws | None = None,
     ) -> None:
         if draws is None:
             self.detach()
@@ -119,7 +146,9 @@ class EvidenceLog(GeneratorLog, LoaderFollower):
             self._indices += [indices for _, indices in self._last_drawn(1)]
 
     def end_step(self) -> None:
-        """Note which samples the batches of the step hold, in the order in which samplers drew them."""
+        """Note which samples the batches of the step hold, in the order in
+        which samplers drew them.
+        """
         for loader in self._indices[0] if self._indices else ():
             parts = [_whole_numbers(of_batch.get(loader)) for of_batch in self._indices]
             if None not in parts:
@@ -130,7 +159,9 @@ class EvidenceLog(GeneratorLog, LoaderFollower):
         self._indices = []
 
     def _last_drawn(self, number: int) -> list[tuple[Any, dict[str, Any]]]:
-        """Return the last batches that the training got, with their indices by loader; [] if they are unknown."""
+        """Return the last batches that the training got, with their indices by loader;
+        [] if they are unknown.
+        """
         waiting = self._draws.waiting
         last = len(waiting) - self._training.num_drawn_ahead
         return [waiting[place] for place in range(last - number, last)] if last >= number else []
@@ -166,7 +197,8 @@ def _settings_of(loader: Any) -> Iterator[tuple[str, str]]:
         return
     yield "data set", type(loader.dataset).__qualname__
     dataset: Any = loader.dataset
-    # the only method of the program that is called: its samplers, and a progress bar, call it as well
+    # the only method of the program that is called: its samplers, and a
+    # progress bar, call it as well
     if getattr_static(type(dataset), "__len__", None) is not None:
         yield "length of the data set", str(len(dataset))
     batch_sampler = loader.batch_sampler
@@ -184,17 +216,30 @@ def _settings_of(loader: Any) -> Iterator[tuple[str, str]]:
     yield "sampler", _kind_of(getattr_static(batch_sampler, "sampler", loader.sampler))
     yield "set_epoch", str(any(getattr_static(sampler, "set_epoch", None) for sampler in samplers))
     collate = loader.collate_fn
-    yield "collate_fn", (collate if isinstance(collate, FunctionType) else type(collate)).__qualname__
+    yield (
+        "collate_fn",
+        (collate if isinstance(collate, FunctionType) else type(collate)).__qualname__,
+    )
     yield "separate generator", str(isinstance(loader.generator, torch.Generator))
 
 
 def _kind_of(sampler: Any) -> str:
-    """Return the class of a sampler, and the class of torch that it derives from: "Mine, a RandomSampler"."""
+    """Return the class of a sampler, and the class of torch that it derives
+    from: "Mine, a RandomSampler".
+    """
     own, *bases = type(sampler).__mro__
-    of_torch = (base for base in bases if base.__module__.startswith("torch.utils.data") and base is not Sampler)
+    of_torch = (
+        base
+        for base in bases
+        if base.__module__.startswith("torch.utils.data") and base is not Sampler
+    )
     is_fixed = own.__module__.startswith("torch.") or not getattr(sampler, "shuffle", True)
     base = None if is_fixed else next(of_torch, None)
-    return own.__qualname__ if base is None else f"{own.__qualname__}{KIND_OF_SAMPLER}{base.__qualname__}"
+    return (
+        own.__qualname__
+        if base is None
+        else f"{own.__qualname__}{KIND_OF_SAMPLER}{base.__qualname__}"
+    )
 
 
 def _whole_numbers(index: Any) -> list[int] | None:
@@ -205,12 +250,15 @@ def _whole_numbers(index: Any) -> list[int] | None:
 
 
 def set_workers(loaders: Sequence[Any], number: str) -> None:
-    """Set the number of workers of loaders (``check --vary workers``) before their first iteration."""
+    """Set the number of workers of loaders (``check --vary workers``)
+    before their first iteration.
+    """
     known = [loader for loader in loaders if isinstance(loader, DataLoader)]
     if not known or not number.isdecimal():
         raise SettingsError(
-            f"{NUM_WORKERS}={number}, but the training has no torch DataLoader whose number of workers can still be "
-            "set. Omit workers from det-callbacks check --vary, or unset the variable."
+            f"{NUM_WORKERS}={number}, but the training has no torch DataLoader whose number of "
+            "workers can still be set. Omit workers from det-callbacks check --vary, or unset the "
+            "variable."
         )
     for loader in known:
         loader.num_workers = int(number)
@@ -218,3 +266,164 @@ def set_workers(loaders: Sequence[Any], number: str) -> None:
             loader.timeout = 0
         elif loader.prefetch_factor is None:
             loader.prefetch_factor = 2
+
+
+class ParameterNotes:
+    """Notes the trainable parameters of each optimizer, and which other parameters get gradients.
+
+    It lists them at the start of an epoch. A step checks only parameters without an optimizer that
+    had no gradient yet. It measures gradients, each a pass over them, only if the first updates
+    leave a parameter as it was.
+    """
+
+    def __init__(
+        self, module: nn.Module, optimizers: Sequence[Optimizer], ledger: GeneratorLog
+    ) -> None:
+        self._module, self._optimizers, self._ledger = module, optimizers, ledger
+        self._noted: dict[tuple[EvidenceKind, str], list[str]] = {}
+        self._epoch: int | None = None
+        self._others: dict[str, Tensor] = {}
+        self._with_gradient: list[str] = []
+        self._names: dict[int, str] = {}
+        self._measured: dict[str, None] = {}
+        self._num_updates = 0
+        self._num_compared = self._num_measured = 0
+        self._unchanged: dict[str, int] | None = None  # digests of those that no update has changed
+        # machine epsilon by name, largest elements
+        self._fetched: list[tuple[dict[str, float], Tensor]] = []
+
+    def begin_step(self, epoch: int) -> None:
+        if epoch == self._epoch:
+            return
+        self._epoch = epoch
+        parameters = StateWalker(self._module).walk(HELD_PARAMETERS)
+        trainable = {id(one): (name, one) for name, one in parameters if one.requires_grad}
+        self._names = {identity: name for identity, (name, _) in trainable.items()}
+        others, found = dict(trainable), dict[tuple[EvidenceKind, str], list[str]]()
+        for number, optimizer in enumerate(self._optimizers):
+            held = [id(one) for one in parameters_of(optimizer)]
+            found["trained", str(number)] = [trainable[one][0] for one in held if one in trainable]
+            for one in held:
+                others.pop(one, None)
+        found["untrained", ""] = [name for name, _ in others.values()]
+        self._others = {
+            name: one for name, one in others.values() if name not in self._with_gradient
+        }
+        for what, names in found.items():
+            if self._noted.get(what) != names:
+                self._note(*what, names)
+        self._noted = found
+
+    def measure_gradients(self) -> None:
+        """Measure gradients if one is of a parameter that does not change,
+        without waiting for the device.
+        """
+        self._num_updates += 1
+        if (
+            self._num_compared <= NUM_UPDATES
+            or not self._unchanged
+            or self._num_measured == NUM_UPDATES
+        ):
+            return
+        self._num_measured += 1
+        held = [one for optimizer in self._optimizers for one in parameters_of(optimizer)]
+        by_device: dict[torch.device, dict[str, Tensor]] = {}
+        for parameter in held:
+            name, gradient = self._names.get(id(parameter)), parameter.grad
+            if name is not None and _is_measured(gradient):
+                by_device.setdefault(gradient.device, {})[name] = gradient
+        if not any(
+            name in self._unchanged for gradients in by_device.values() for name in gradients
+        ):
+            return
+        with unobserved(), torch.no_grad():
+            for gradients in by_device.values():
+                largest = torch.stack(
+                    [gradient.abs().max().float() for gradient in gradients.values()]
+                )
+                epsilons = {
+                    name: torch.finfo(gradient.dtype).eps for name, gradient in gradients.items()
+                }
+                self._fetched.append((epsilons, self._ledger.fetch(largest)))
+
+    def note_measured(self) -> None:
+        if not self._fetched:
+            return
+        fetched, self._fetched = self._fetched, []
+        with unobserved():
+            sizes = {
+                name: size
+                for names, copy in fetched
+                for name, size in zip(names, copy.tolist(), strict=True)
+            }
+        least = {name: MIN_EPSILONS * eps for names, _ in fetched for name, eps in names.items()}
+        largest = max(sizes.values(), default=0.0)
+        beyond = [
+            name for name, size in sizes.items() if size > largest * max(MIN_SHARE, least[name])
+        ]
+        if not self._measured.keys() >= {*beyond}:
+            self._measured |= dict.fromkeys(beyond)
+            self._note("large_gradient", "", [*self._measured])
+
+    def compare_state(self, trace: StepTrace) -> None:
+        """Compare the parameters after one of the first updates with those
+        after the update before it.
+        """
+        if not self._num_updates or self._num_compared > NUM_UPDATES:
+            return
+        self._num_updates = 0
+        self._num_compared += 1
+        last = len(trace.program) - 1
+        held = dict[str, int]()
+        # the state, and the generators after it, end each step
+        while last >= 0 and (site := trace.program.rows[last].site).phase in ("state", "rng"):
+            if site.name is not None:
+                held[site.name] = int(trace.digests[last])
+            last -= 1
+        known = {name: held[name] for name in self._names.values() if name in held}
+        before = self._unchanged if self._unchanged is not None else known
+        self._unchanged = {
+            name: digest for name, digest in known.items() if before.get(name) == digest
+        }
+
+    def end_step(self) -> None:
+        found = [name for name, parameter in self._others.items() if parameter.grad is not None]
+        if found:
+            self._with_gradient += found
+            for name in found:
+                del self._others[name]
+            self._note("untrained_with_gradient", "", self._with_gradient)
+
+    def _note(self, kind: EvidenceKind, optimizer: str, names: list[str]) -> None:
+        self._ledger.note("", kind, optimizer, value=len(names), text=json.dumps(names))
+
+
+def _is_measured(gradient: Tensor | None) -> TypeGuard[Tensor]:
+    if gradient is None or type(gradient) not in PLAIN or gradient.layout is not torch.strided:
+        return False
+    return gradient.is_floating_point() and gradient.numel() > 0
+
+
+def metric_of(value: Tensor | float) -> Metric:
+    """Return a metric with its digest; for a DTensor, of its local part.
+
+    A Python float keeps its 64 bits.
+    """
+    if isinstance(value, int) and value.bit_length() > 63:
+        return Metric(
+            dtype="int",
+            shape=(),
+            digest=format_digest(digest_bytes(str(value).encode())),
+            value=str(value),
+        )
+    tensor = as_tensor(value, dtype=float64 if isinstance(value, float) else None).detach()
+    tensor = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).cpu()
+    shown = tensor.item() if tensor.numel() == 1 else tensor.tolist()
+    dtype, digest = str(tensor.dtype).removeprefix("torch."), format_digest(digest_tensor(tensor))
+    return Metric(dtype=dtype, shape=tuple(tensor.shape), digest=digest, value=repr(shown))
+
+
+def generator_states(reader: GeneratorReader) -> tuple[ReadRow, ...]:
+    ledger = GeneratorLog(reader)
+    ledger.mark("")
+    return tuple(ReadRow("generator", row.of, format_digest(row.value)) for row in ledger.take(0))

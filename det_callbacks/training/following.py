@@ -18,11 +18,10 @@ from det_callbacks.ranks.replicas import ReplicaReport
 from det_callbacks.settings import enforce_around_training, settings_in_force
 from det_callbacks.tensors.copies import require_room
 from det_callbacks.trace.compiled.replaced import REPLACED
-from det_callbacks.trace.tables.nondeterministic_ops import NondeterministicOps, NondeterministicOpWatch
+from det_callbacks.trace.nondeterministic_ops import NondeterministicOps, NondeterministicOpWatch
 from det_callbacks.training.arguments import RunArguments, manifest_of
 from det_callbacks.training.auditing import Auditing, Replicas
-from det_callbacks.training.fits import note_fit
-from det_callbacks.training.recording import Recording
+from det_callbacks.training.recording import Recording, note_fit
 from det_callbacks.training.session import Session, Steps
 from det_callbacks.training.training import Training
 from det_callbacks.training.verifying import Verifying
@@ -32,13 +31,14 @@ _OWN_PACKAGES = ("det_callbacks.training", "det_callbacks.integrations", "det_ca
 
 
 class FollowedRun(RunArguments):
-    """The arguments of a run, and the session that follows its training; an integration is a subclass.
+    """The arguments of a run, and the session that follows its training;
+    an integration is a subclass.
 
-    It calls, in this order: ``_open_stage`` before the fit builds anything; ``_begin_fit`` when weights and a
-    checkpoint are loaded; ``_follow`` when the loaders exist; for each step ``_begin_step`` and ``_end_step``;
-    ``_end_training`` after the last one; and ``_stop`` instead if an exception ends the fit. ``_stage.close`` always
-    comes last. For a call that compares only metrics (a validation or a test), ``_begin`` and ``_end`` follow
-    ``_open_stage``.
+    It calls, in this order: ``_open_stage`` before the fit builds anything; ``_begin_fit`` when
+    weights and a checkpoint are loaded; ``_follow`` when the loaders exist; for each step
+    ``_begin_step`` and ``_end_step``; ``_end_training`` after the last one; and ``_stop`` instead
+    if an exception ends the fit. ``_stage.close`` always comes last. For a call that compares only
+    metrics (a validation or a test), ``_begin`` and ``_end`` follow ``_open_stage``.
     """
 
     _training: Training
@@ -90,7 +90,9 @@ class FollowedRun(RunArguments):
         TORCH.require()
         self.check_world_size(self._training.world_size)
         if self.settings is not None:
-            self._stage.callback(enforce_around_training(self.settings, self._training.module).restore)
+            self._stage.callback(
+                enforce_around_training(self.settings, self._training.module).restore
+            )
         if self.mode == "record" and self.replay and self.reference is not None:
             require_room(self.reference, self.tensor_budget_mib)
 
@@ -151,7 +153,9 @@ class FollowedRun(RunArguments):
         wanted = os.environ.get(LAST_STEP, "")
         if not wanted:
             return False
-        return self._num_ended >= int(wanted) if wanted.startswith("+") else self._step >= int(wanted)
+        return (
+            self._num_ended >= int(wanted) if wanted.startswith("+") else self._step >= int(wanted)
+        )
 
     def _after_step(self) -> bool:
         """Return whether something else than the step differs, such as a metric."""
@@ -159,7 +163,9 @@ class FollowedRun(RunArguments):
 
     def _stop_together(self, *, differs: bool, asks_now: bool = True) -> None:
         may_stop = self._session.may_stop
-        if self._group.stops_after(self._step, differs=differs, may_stop=may_stop, asks_now=asks_now):
+        if self._group.stops_after(
+            self._step, differs=differs, may_stop=may_stop, asks_now=asks_now
+        ):
             self._end(is_early=True)
 
     def _end_training(self) -> None:
@@ -189,7 +195,9 @@ class FollowedRun(RunArguments):
     def _stop(self, exception: BaseException) -> None:
         """End a fit with an exception. Our errors lose our frames, which would bury the message."""
         note_fit(ended_by=exception)
-        frames = walk_tb(exception.__traceback__) if isinstance(exception, DetCallbacksError) else ()
+        frames = (
+            walk_tb(exception.__traceback__) if isinstance(exception, DetCallbacksError) else ()
+        )
         packages = (str(frame.f_globals.get("__package__")) for frame, _ in frames)
         if any(package.startswith(_OWN_PACKAGES) for package in packages):
             exception.__traceback__ = exception.__cause__ = None

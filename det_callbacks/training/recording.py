@@ -1,30 +1,150 @@
 """Records fits (``mode="record"``)."""
 
+import json
 import operator
+import os
 import shutil
+import sys
+from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import reduce
+from multiprocessing.util import Finalize
+from pathlib import Path
 from typing import Any, NoReturn
 
 from typing_extensions import override
 
-from det_callbacks.errors import CoverageWarning, NothingComparedError, WriteError, divergence_error
+from det_callbacks.environment.variables import launch_request
+from det_callbacks.errors import (
+    CoverageWarning,
+    DetCallbacksError,
+    NothingComparedError,
+    WriteError,
+    divergence_error,
+)
 from det_callbacks.report import closing_lines
+from det_callbacks.report.console import end_process, print_closing_line, print_error
 from det_callbacks.report.run import findings_line
 from det_callbacks.report.verdict import disagreement_text
-from det_callbacks.runs.environment import RECORDER
 from det_callbacks.runs.files import DISAGREEMENT, MANIFEST, REPLACEMENT
+from det_callbacks.runs.lock import END_OF_FIT, Peers, forget_replacement, settle, waiting_folders
+from det_callbacks.runs.manifest import RECORDER
 from det_callbacks.runs.metrics import Reading
-from det_callbacks.runs.peers import END_OF_FIT, Peers
-from det_callbacks.runs.replacement import settle
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.runs.writer import RunWriter
 from det_callbacks.tensors.files import KeptCounts
 from det_callbacks.text import count
 from det_callbacks.training.arguments import RunArguments
-from det_callbacks.training.fits import replace_at_end
 from det_callbacks.training.session import FIT, TracedSession
 from det_callbacks.verify.verification import Verification
+
+# owner -> function that returns the error if no more fits follow
+_waiting: dict[object, Callable[[], DetCallbacksError | None]] = {}
+
+num_fits = 0
+"""Number of fits that have begun in this process."""
+last_error: DetCallbacksError | None = None
+"""The error that ended the last fit, even if the program caught it;
+later errors do not replace ours.
+"""
+
+
+def note_fit(*, ended_by: BaseException | None = None) -> None:
+    """Count a fit that begins, or keep the error that ended it without its
+    frames, which hold tensors.
+    """
+    global num_fits, last_error
+    num_fits += ended_by is None
+    if last_error is not None and not isinstance(last_error, NothingComparedError):
+        return
+    last_error = copy(ended_by) if isinstance(ended_by, DetCallbacksError) else None
+    if ended_by is not None and last_error is None:
+        name = type(ended_by).__name__
+        last_error = NothingComparedError(
+            f"{name} ended the last fit, but the program caught it: let it propagate."
+        )
+
+
+def wait(owner: object, unfinished: Callable[[], DetCallbacksError | None]) -> None:
+    """At the end of the process, raise the error of ``unfinished``, unless the owner continues."""
+    # Not atexit, which forked processes skip (ddp_fork). Registered each time,
+    # since a fork forgets it.
+    Finalize(None, _end_waiting, exitpriority=0)
+    _waiting[owner] = unfinished
+
+
+def stop_waiting(owner: object) -> None:
+    """Stop waiting, because the owner's next fit begins."""
+    _waiting.pop(owner, None)
+
+
+def take_unfinished() -> DetCallbacksError | None:
+    """Return the first error of the runs that still wait."""
+    waiting = list(_waiting.values())
+    _waiting.clear()
+    errors = [unfinished() for unfinished in waiting]
+    return next(filter(None, errors), None)
+
+
+def replace_at_end() -> None:
+    """At the end of the process, let the complete recordings take the places of
+    the runs that they replace.
+    """
+    Finalize(None, _end_waiting, exitpriority=0)
+
+
+def finish(*, has_failed: bool) -> DetCallbacksError | None:
+    """Return the error that the process, or a job, ends with; without one,
+    complete recordings take their places.
+    """
+    error = take_unfinished()
+    for folder in waiting_folders():
+        if error is not None or has_failed:
+            forget_replacement(folder)
+            text = (
+                f"the program failed, so {folder} is unchanged; the new run is in "
+                f"{folder / REPLACEMENT}"
+            )
+            print_closing_line(f"det_callbacks: {text}")
+        elif folder != _folder_of_command():
+            try:
+                settle(folder)
+            except DetCallbacksError as caught:
+                error = caught
+    return error
+
+
+def _folder_of_command() -> Path | None:
+    """Return the folder that ``det-callbacks record`` settles itself,
+    since it knows the status of the script.
+    """
+    asked = launch_request()
+    return (
+        None
+        if asked is None
+        else Path(os.path.realpath(json.loads(asked)["arguments"]["reference"]))
+    )
+
+
+def _end_waiting() -> None:
+    if (error := finish(has_failed=_has_failed())) is not None:
+        print_error(error)
+        end_process(error.exit_code)
+
+
+def _has_failed() -> bool:
+    """Return whether an exception ends this process; Python tells nobody of
+    ``sys.exit`` in the main one.
+    """
+    # in a process of multiprocessing, which ends while it handles the exception
+    ending = sys.exc_info()[1]
+    if isinstance(ending, SystemExit):
+        return ending.code not in (None, 0)
+    is_interactive = hasattr(sys, "ps1")  # a notebook goes on after an exception
+    return ending is not None or (
+        not is_interactive and getattr(sys, "last_value", None) is not None
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +190,9 @@ class Recording(TracedSession):
                 self.run.reopen(self.manifest)
         if call is None:
             self.may_stop = self.detector is not None
-            self._begin_saving(self.run.stream, self.run.segment, self.run.manifest, is_recording=True)
+            self._begin_saving(
+                self.run.stream, self.run.segment, self.run.manifest, is_recording=True
+            )
 
     def _open_run(self, *, continues: bool) -> None:
         options: dict[str, Any] = {"manifest": self.manifest, "peers": self.peers}
@@ -78,7 +200,9 @@ class Recording(TracedSession):
             self.run = RunWriter.resume(self.path, **options)
             assert self.run.earlier is not None, "it is resumed"
             # the run's folder holds diverging steps until the attempt is discarded
-            self.detector = Verification(self.run.earlier, self.path / DISAGREEMENT, steps="common", **options)
+            self.detector = Verification(
+                self.run.earlier, self.path / DISAGREEMENT, steps="common", **options
+            )
             for segment in range(self.run.segment + 1):
                 self.detector.begin_fit(segment, is_resumed=True, is_every_step=self._is_resuming)
         else:
@@ -149,7 +273,9 @@ class Recording(TracedSession):
         if not all(rank.num_steps or rank.num_agreed for rank in ranks):
             self._discard()
             selected = "" if selection.is_every_step else selection.shown_steps
-            text = closing_lines.nothing_recorded_text(path=self.path, selected=selected, is_resumed=self.is_resumed)
+            text = closing_lines.nothing_recorded_text(
+                path=self.path, selected=selected, is_resumed=self.is_resumed
+            )
             raise NothingComparedError(text)
         self._note_recorder()
         self._complete()
@@ -174,17 +300,23 @@ class Recording(TracedSession):
         self._warn_of_unused_patterns()
 
     def _warn_of_unused_patterns(self) -> None:
-        for done, found in (("saved for the replay", self.op_replay), ("kept for the keep_tensors", self.keeper)):
+        for done, found in (
+            ("saved for the replay", self.op_replay),
+            ("kept for the keep_tensors", self.keeper),
+        ):
             if found is not None and found.unused:
                 unused = ", ".join(map(repr, found.unused))
                 self._warn_once(
-                    f"Nothing was {done} patterns {unused}, because no op that they match ran (inputs and outputs of "
-                    "compiled regions are not ops). det-callbacks show RUN --step N lists the ops that ran.",
+                    f"Nothing was {done} patterns {unused}, because no op that they match ran "
+                    "(inputs and outputs of compiled regions are not ops). det-callbacks show RUN "
+                    "--step N lists the ops that ran.",
                     CoverageWarning,
                 )
 
     def _end_call(self, call: str) -> None:
-        before, now = self.peers.broadcast(lambda: [self._num_before_call, self._num_metrics], task=END_OF_FIT)
+        before, now = self.peers.broadcast(
+            lambda: [self._num_before_call, self._num_metrics], task=END_OF_FIT
+        )
         if FIT not in self.stages:
             if now:
                 self._complete()
@@ -192,7 +324,9 @@ class Recording(TracedSession):
                 self._discard()
             if now == before:
                 raise NothingComparedError(closing_lines.no_metrics_text(call, reference=self.path))
-        self._print_once(closing_lines.recorded_call_line(call, path=self._shown_path, num_metrics=now - before))
+        self._print_once(
+            closing_lines.recorded_call_line(call, path=self._shown_path, num_metrics=now - before)
+        )
 
     def _note_recorder(self) -> None:
         """Note how many ops native code recorded, in all fits of this process."""
@@ -271,7 +405,10 @@ class Recording(TracedSession):
     def stop(self, reason: str) -> None:
         self._end_comparison()
         if self.call is not None and FIT in self.stages:
-            self.print_line(f"det_callbacks: {self.call} was stopped by {reason}, so {self.path} records nothing of it")
+            self.print_line(
+                f"det_callbacks: {self.call} was stopped by {reason}, so {self.path} records "
+                "nothing of it"
+            )
             return
         has_nothing_new = not self.num_steps and not (self.call and self._num_metrics)
         # only all ranks together may discard a resumed attempt

@@ -16,25 +16,22 @@ from det_callbacks.errors import TraceError
 from det_callbacks.findings.table import ignored_findings
 from det_callbacks.observers.observations import REGISTRY, Observations
 from det_callbacks.runs.evidence import AFTER_BACKWARD, AFTER_FORWARD, BATCH_END
+from det_callbacks.runs.lock import ALONE, Peers
 from det_callbacks.runs.manifest import Manifest
 from det_callbacks.runs.metrics import Reading
-from det_callbacks.runs.peers import ALONE, Peers
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import Expectation, StepTrace
 from det_callbacks.tensors.calls import CallCapture
-from det_callbacks.tensors.copies import TensorBudget
+from det_callbacks.tensors.copies import Perturbation, TensorBudget
 from det_callbacks.tensors.files import KEPT, REPLAY, SavedStep, StepWriter
-from det_callbacks.tensors.keep import Keeper
-from det_callbacks.tensors.perturb import Perturbation
-from det_callbacks.tensors.replay import OpReplay, Replay
-from det_callbacks.trace.attribution.places import set_until_module
+from det_callbacks.tensors.replay import Keeper, OpReplay, Replay
 from det_callbacks.trace.compiled.replaced import forget_compiled
+from det_callbacks.trace.generators import GeneratorReader
 from det_callbacks.trace.hash_mode import HashMode
-from det_callbacks.trace.state.generators import GeneratorReader
-from det_callbacks.trace.tables.nondeterministic_ops import NondeterministicOps
+from det_callbacks.trace.nondeterministic_ops import NondeterministicOps
+from det_callbacks.trace.places import set_until_module
 from det_callbacks.training.arguments import RunArguments
-from det_callbacks.training.evidence import EvidenceLog
-from det_callbacks.training.optimized import ParameterNotes
+from det_callbacks.training.evidence import EvidenceLog, ParameterNotes
 from det_callbacks.training.training import Training
 from det_callbacks.verdict import Verdict
 from det_callbacks.verify.verification import Verification
@@ -53,10 +50,11 @@ class Progress(NamedTuple):
 
 
 class Steps:
-    """What a way in reports of the steps of a fit, in its order; this class does nothing, for when no fit is open.
+    """What a way in reports of the steps of a fit, in its order; this class does nothing,
+    for when no fit is open.
 
-    ``attach`` follows the setup of the data, and ``close``, which may be called twice, the last step. Between ``pause``
-    and ``unpause`` ops belong to no step.
+    ``attach`` follows the setup of the data, and ``close``, which may be called twice, the last
+    step. Between ``pause`` and ``unpause`` ops belong to no step.
     """
 
     def attach(self, training: Training) -> None:
@@ -104,10 +102,12 @@ class Steps:
 
 
 class Session(Steps):
-    """Handles the fits of a run, and the calls that log metrics without a fit; each mode is a subclass.
+    """Handles the fits of a run, and the calls that log metrics without a fit;
+    each mode is a subclass.
 
-    ``clear_results`` and ``prepare`` come before a fit builds anything, ``begin`` and ``follow`` before its first step;
-    after the last one comes ``end``, or ``stop`` after an exception. The base class handles none: ``is_over``.
+    ``clear_results`` and ``prepare`` come before a fit builds anything, ``begin`` and ``follow``
+    before its first step; after the last one comes ``end``, or ``stop`` after an exception. The
+    base class handles none: ``is_over``.
     """
 
     root: Path  # default parent of folders
@@ -197,13 +197,21 @@ class TracedSession(Session):
         self._step_writers: list[StepWriter] = []
         self._of_rank = "" if peers.world_size == 1 else f" of rank {peers.rank}"
 
-    def _begin_saving(self, stream: Path, segment: int, patterns: Manifest, *, is_recording: bool) -> None:
+    def _begin_saving(
+        self, stream: Path, segment: int, patterns: Manifest, *, is_recording: bool
+    ) -> None:
         if self._step_writers:
             for writer in self._step_writers:
                 writer.start_segment(stream, segment)
             return
-        place: dict[str, Any] = {"run_id": self.run.manifest.run_id, "rank": self.peers.rank, "segment": segment}
-        replayed, kept = self._step_writers = [StepWriter(stream, kind, **place) for kind in (REPLAY, KEPT)]
+        place: dict[str, Any] = {
+            "run_id": self.run.manifest.run_id,
+            "rank": self.peers.rank,
+            "segment": segment,
+        }
+        replayed, kept = self._step_writers = [
+            StepWriter(stream, kind, **place) for kind in (REPLAY, KEPT)
+        ]
         budget = TensorBudget(self.arguments.tensor_budget_mib)
         if is_recording:
             self.replay = Replay(replayed, budget)
@@ -232,7 +240,9 @@ class TracedSession(Session):
         # the first step after a resume is recorded like any later step
         self._is_first = not self.is_resumed
         self._evidence = EvidenceLog(training, self.reader, is_resumed=self.is_resumed)
-        self._hash_mode = HashMode.for_training(training.module, selection, base_phase=training.base_phase)
+        self._hash_mode = HashMode.for_training(
+            training.module, selection, base_phase=training.base_phase
+        )
         recorder = self._hash_mode.recorder
         recorder.generators.reader = self.reader
         if FILL_MEMORY in os.environ:
@@ -271,7 +281,9 @@ class TracedSession(Session):
         selection = self.arguments.selection
         if not self.reader.has_begun:  # here, because loading a checkpoint restores generators
             known = None if self.detector is None else self.detector.idle_generators(step)
-            self._evidence.begin("batch start", known if self.idle_before is None else self.idle_before)
+            self._evidence.begin(
+                "batch start", known if self.idle_before is None else self.idle_before
+            )
         self._optimized.note_measured()  # outside the step, which must not wait for a device
         if selection.selects_step(step):
             if self._perturbation is not None:
@@ -281,7 +293,9 @@ class TracedSession(Session):
                 self._capture.begin(is_wanted=self._capture.is_of(**place))
             # a resume repeats step 0 if an exception ended it; with only_steps, no step is special
             is_first = step == 0 or (self._is_first and selection.only_steps is None)
-            self._hash_mode.begin(batch=batch, is_first=is_first, expected=self._begin_tensors(step))
+            self._hash_mode.begin(
+                batch=batch, is_first=is_first, expected=self._begin_tensors(step)
+            )
             self._observations.begin(self.replay)
         self._evidence.begin_step(batch)
         self._optimized.begin_step(self._training.epoch)
@@ -293,8 +307,15 @@ class TracedSession(Session):
             if detector.is_resuming:
                 detector.compare_state(step, self._hash_mode.digest_state)
             expectation = detector.expectation(step)
-            place: dict[str, Any] = {"rank": self.peers.rank, "segment": detector.segment, "step": step}
-            saved = {kind: SavedStep.of(detector.reference, kind=kind, **place) for kind in (REPLAY, KEPT)}
+            place: dict[str, Any] = {
+                "rank": self.peers.rank,
+                "segment": detector.segment,
+                "step": step,
+            }
+            saved = {
+                kind: SavedStep.of(detector.reference, kind=kind, **place)
+                for kind in (REPLAY, KEPT)
+            }
         self.replay.begin(saved.get(REPLAY))
         if self.keeper is not None:
             is_kept = KEPT in saved and saved[KEPT].exists
@@ -360,8 +381,9 @@ class TracedSession(Session):
         self.flush(step)
         if trace is None:
             raise TraceError(
-                f"Step {step} could not be traced, because the training step left a dispatch mode open, so nothing "
-                f"after step {step - 1} can be recorded or verified. Close that mode inside the training step."
+                f"Step {step} could not be traced, because the training step left a dispatch mode "
+                f"open, so nothing after step {step - 1} can be recorded or verified. Close that "
+                "mode inside the training step."
             )
         self._optimized.compare_state(trace)
         if self._capture is not None:

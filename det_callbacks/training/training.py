@@ -17,23 +17,30 @@ from det_callbacks.ranks.replicas import ReplicatedState, replicated_state
 from det_callbacks.report.console import print_closing_line
 from det_callbacks.runs.program import further_name
 from det_callbacks.settings.generators import Held
-from det_callbacks.trace.state.leaves import attributes_of, flatten
-from det_callbacks.training.draws import Draws
+from det_callbacks.trace.leaves import attributes_of, flatten
+from det_callbacks.training.loading import Draws
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Takes a function, and returns a wrapper of it."""
 
 
 class LoaderFollower:
-    """Follows the loaders of the training, and the draws of their samplers; this base class does nothing."""
+    """Follows the loaders of the training, and the draws of their samplers;
+    this base class does nothing.
+    """
 
     def begin_loaders(
-        self, loaders: Mapping[str, Any], held: Mapping[str, Held], *, is_in_turn: bool, draws: Draws | None = None
+        self,
+        loaders: Mapping[str, Any],
+        held: Mapping[str, Held],
+        *,
+        is_in_turn: bool,
+        draws: Draws | None = None,
     ) -> None:
         """Receive the loaders, and the generators that they hold, by name.
 
-        ``is_in_turn``: each loader is exhausted before the next begins. ``draws``: of an integration
-        that follows the samplers itself.
+        ``is_in_turn``: each loader is exhausted before the next begins. ``draws``: of an
+        integration that follows the samplers itself.
         """
 
     def begin_iteration(self) -> None:
@@ -65,11 +72,13 @@ def inside(module: nn.Module) -> nn.Module:
 
 
 class Training:
-    """The facts about the training; each integration has a subclass that reads them from its framework.
+    """The facts about the training; each integration has a subclass that
+    reads them from its framework.
 
-    Required are the attributes without a value: ``choices``, ``hooks``, ``loaders``, ``module``, ``optimizers`` and
-    ``folder``. A subclass overrides the others, and the methods, if its framework knows more. Where a fit and a step
-    begin and end is determined by when the integration calls its run (``FollowedRun``).
+    Required are the attributes without a value: ``choices``, ``hooks``, ``loaders``, ``module``,
+    ``optimizers`` and ``folder``. A subclass overrides the others, and the methods, if its
+    framework knows more. Where a fit and a step begin and end is determined by when the integration
+    calls its run (``FollowedRun``).
     """
 
     base_phase = "other"  # phase of ops outside ``mark_forward``, a backward pass and an optimizer
@@ -83,7 +92,8 @@ class Training:
     framework = "lightning"  # the distribution whose version is recorded
     # options that change bits, by name: precision, accumulation, clipping, hyperparameters
     choices: Mapping[str, Any]
-    hooks: Mapping[tuple[str, str], str]  # order and hook -> user code that runs there, and may advance a generator
+    # order and hook -> user code that runs there, and may advance a generator
+    hooks: Mapping[tuple[str, str], str]
     # each with its interval ("epoch"), or None if unknown
     schedulers: Sequence[tuple[Any, str]] | None = None
     scaler: Any = None  # gradient scaler of mixed precision
@@ -108,7 +118,9 @@ class Training:
         pass
 
     def further_state(self) -> Iterator[tuple[str, Tensor | int | float | bool]]:
-        """Yield other state that affects the next step, as it begins; must not wait for a device."""
+        """Yield other state that affects the next step, as it begins;
+        must not wait for a device.
+        """
         with unobserved():
             for number, (scheduler, _) in enumerate(self.schedulers or ()):
                 name = type(scheduler).__name__
@@ -125,7 +137,9 @@ class Training:
         return None
 
     def replicated_weights(self) -> dict[str, Tensor] | None:
-        """Return the tensors that must be equal on all ranks when a fit begins, or None if unknown."""
+        """Return the tensors that must be equal on all ranks when a fit begins,
+        or None if unknown.
+        """
         if self.ddp is None:
             return None
         ignored = set(getattr(self.ddp.module, DDP_IGNORED, ()))
@@ -133,7 +147,9 @@ class Training:
         return {name: tensor for name, tensor in tensors.items() if name not in ignored}
 
     def replicated_state(self, ignore: Sequence[str]) -> ReplicatedState:
-        """Return the state that must be equal on several ranks; raise ``SettingsError`` if that is unknown."""
+        """Return the state that must be equal on several ranks;
+        raise ``SettingsError`` if that is unknown.
+        """
         self.require_replicas()
         options: dict[str, Any] = {"everybody": range(self.world_size), "ignore": ignore}
         if (ddp := self.ddp) is not None:

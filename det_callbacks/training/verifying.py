@@ -24,26 +24,30 @@ from det_callbacks.report import closing_lines
 from det_callbacks.report.console import print_closing_line
 from det_callbacks.report.page import write_report
 from det_callbacks.report.verdict import verdict_of_rank
-from det_callbacks.runs.disk import ANOTHER_FOLDER, make_folder
-from det_callbacks.runs.files import stream_path
+from det_callbacks.runs.files import ANOTHER_FOLDER, make_folder, stream_path
+from det_callbacks.runs.lock import END_OF_FIT, settle
 from det_callbacks.runs.metrics import Reading
-from det_callbacks.runs.peers import END_OF_FIT
-from det_callbacks.runs.place import remove_verification
-from det_callbacks.runs.replacement import settle
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import StepTrace
-from det_callbacks.runs.store import Run
+from det_callbacks.runs.store import Run, remove_verification
 from det_callbacks.text import count
-from det_callbacks.trace.op.components import holds_data
-from det_callbacks.trace.state.leaves import flatten
-from det_callbacks.training.fits import stop_waiting, wait
+from det_callbacks.trace.components import holds_data
+from det_callbacks.trace.leaves import flatten
+from det_callbacks.training.recording import stop_waiting, wait
 from det_callbacks.training.session import FIT, TracedSession
 from det_callbacks.verdict import Verdict
-from det_callbacks.verify.verification import Verification, free_folder, open_reference, write_verdict
+from det_callbacks.verify.verification import (
+    Verification,
+    free_folder,
+    open_reference,
+    write_verdict,
+)
 
 
 class Verifying(TracedSession):
-    """Compares the fits of one run; differences go to ``current``, or to a new folder below the training's."""
+    """Compares the fits of one run; differences go to ``current``,
+    or to a new folder below the training's.
+    """
 
     run: Verification
     _reference: Run
@@ -52,7 +56,9 @@ class Verifying(TracedSession):
     def clear_results(self) -> None:
         current = self.arguments.current
         if self.run is None and current is not None:
-            self.peers.broadcast(partial(remove_verification, current), task=f"making room in {current}")
+            self.peers.broadcast(
+                partial(remove_verification, current), task=f"making room in {current}"
+            )
 
     @override
     def prepare(self) -> Selection:
@@ -62,9 +68,13 @@ class Verifying(TracedSession):
             return arguments.selection
         # together: rank 0 may have to put a recording of this program in its place first
         self.peers.broadcast(partial(settle, self.path), task=f"opening the reference {self.path}")
-        opens = partial(open_reference, self.path, arguments.asked, steps=arguments.steps, peers=self.peers)
+        opens = partial(
+            open_reference, self.path, arguments.asked, steps=arguments.steps, peers=self.peers
+        )
         try:
-            self._reference = self.peers.run_on_all(opens, task=f"opening the reference {self.path}")
+            self._reference = self.peers.run_on_all(
+                opens, task=f"opening the reference {self.path}"
+            )
         except NotComparableError as error:
             if self.peers.rank == 0 and error.verdict is not None:
                 folder = arguments.current or free_folder(self.root)
@@ -81,8 +91,14 @@ class Verifying(TracedSession):
         if not was_open:
             arguments, peers = self.arguments, self.peers
             # rank 0 decides, since the others would see the folder that it made
-            folder = peers.broadcast(lambda: str(arguments.current or free_folder(self.root)), task="choosing a folder")
-            options: dict[str, Any] = {"manifest": self.manifest, "peers": peers, "steps": arguments.steps}
+            folder = peers.broadcast(
+                lambda: str(arguments.current or free_folder(self.root)), task="choosing a folder"
+            )
+            options: dict[str, Any] = {
+                "manifest": self.manifest,
+                "peers": peers,
+                "steps": arguments.steps,
+            }
             self.run = self.detector = Verification(self._reference, Path(folder), **options)
             self.may_stop = arguments.on_divergence == "raise"
         if call is not None:
@@ -95,7 +111,9 @@ class Verifying(TracedSession):
         self._begin_saving(stream, segment, self._reference.manifest, is_recording=False)
         if self.keeper is not None:
             self.run.keep_tensors = self.keeper.write
-        self.run.begin_fit(segment, is_resumed=is_resumed, is_every_step=self.arguments.selection.is_every_step)
+        self.run.begin_fit(
+            segment, is_resumed=is_resumed, is_every_step=self.arguments.selection.is_every_step
+        )
 
     @override
     @hidden
@@ -103,7 +121,11 @@ class Verifying(TracedSession):
         if not (self._is_first and self.arguments.selection.is_every_step):
             return None
         leaves = flatten(batch, "batch", is_whole=True)
-        given = [(name, value) for name, value in leaves if isinstance(value, Tensor) and holds_data(value)]
+        given = [
+            (name, value)
+            for name, value in leaves
+            if isinstance(value, Tensor) and holds_data(value)
+        ]
         digests = digest_tensors([value for _, value in given])
         named = dict(zip((name for name, _ in given), digests, strict=True))
         find = partial(self.run.find_resumed, self._hash_mode.digest_state(), named)
@@ -146,7 +168,9 @@ class Verifying(TracedSession):
         missing += self.peers.gather(lambda: [*run.metrics.pending_calls], task=END_OF_FIT)[0]
         is_pending = bool(missing) and not is_early and self.arguments.steps == "all"
         verdict = run.finish(is_pending=is_pending, is_early=is_early)
-        level = closing_lines.level_words(selection.level, selection.compiled, verdict.coverage.opaque_regions)
+        level = closing_lines.level_words(
+            selection.level, selection.compiled, verdict.coverage.opaque_regions
+        )
         if is_pending and not run.differs_anywhere:
             self._wait(verdict, missing, level)
             return
@@ -156,7 +180,8 @@ class Verifying(TracedSession):
             report = self._report(verdict) if run.differs_anywhere else None
             self._print_once(closing_lines.verified_line(verdict, level=level, report=report))
 
-        # torchrun ends all processes when the first one exits, so none may exit before rank 0 has told
+        # torchrun ends all processes when the first one exits, so none may
+        # exit before rank 0 has told
         self.peers.gather(tell, task="the report of the verdict")
         if verdict.verdict == "match":
             return
@@ -168,12 +193,16 @@ class Verifying(TracedSession):
     def _wait(self, verdict: Verdict, missing: Sequence[str], level: str) -> None:
         """Keep the verdict until the last fit or test of the reference."""
         stages, num_ended = [*self.stages, *missing], len(self.stages)
-        self._print_once(closing_lines.waiting_line(verdict, stages=stages, num_ended=num_ended, level=level))
+        self._print_once(
+            closing_lines.waiting_line(verdict, stages=stages, num_ended=num_ended, level=level)
+        )
 
         def unfinished() -> DivergenceError | None:  # called in each process at its end
             self.run.write(verdict)
             self._report(verdict)
-            error = DivergenceError(closing_lines.unfinished_text(verdict, stages=stages, num_ended=num_ended), verdict)
+            error = DivergenceError(
+                closing_lines.unfinished_text(verdict, stages=stages, num_ended=num_ended), verdict
+            )
             if self.arguments.on_divergence != "warn":
                 return error
             warnings.warn(str(error), DivergenceWarning, stacklevel=2)
@@ -193,15 +222,28 @@ class Verifying(TracedSession):
         if verdict is not None:
             found = f"{verdict.verdict}; report: {self._report(verdict)}"
         elif self.peers.world_size > 1:
-            found += ". Correct the error, and verify again. To see whether a rank differed before it: "
+            found += (
+                ". Correct the error, and verify again. To see whether a rank differed before it: "
+            )
             found += f"{self.run.diff_command} (exit status 2 if none did, or if a rank was killed)"
-        self.print_line(f"det_callbacks: verification{self._of_rank} stopped by {reason} after {num_steps}: {found}")
+        self.print_line(
+            f"det_callbacks: verification{self._of_rank} stopped by {reason} after {num_steps}: "
+            f"{found}"
+        )
 
     def _report(self, verdict: Verdict) -> Path | None:
         if self.peers.rank:
             return None
         try:
-            return write_report(self.run.current / REPORT_FILE, verdict, reference=self.path, current=self.run.current)
-        except Exception as error:  # noqa: BLE001  # a fault in the report must not hide the divergence
-            print_closing_line(f"det_callbacks: no report was written ({type(error).__name__}: {error})")
+            return write_report(
+                self.run.current / REPORT_FILE,
+                verdict,
+                reference=self.path,
+                current=self.run.current,
+            )
+        except Exception as error:  # noqa: BLE001
+            # a fault in the report must not hide the divergence
+            print_closing_line(
+                f"det_callbacks: no report was written ({type(error).__name__}: {error})"
+            )
             return None

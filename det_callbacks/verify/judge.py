@@ -7,22 +7,37 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from det_callbacks.causes.evidence import evidence_lines
 from det_callbacks.causes.graph import Graph
 from det_callbacks.causes.sentences import explained_by
-from det_callbacks.causes.table import find_cause, find_walk, trail_of, trail_of_metric
-from det_callbacks.compare.collectives import Classification, FirstDifference, classify
+from det_callbacks.causes.table import (
+    evidence_lines,
+    find_cause,
+    find_walk,
+    trail_of,
+    trail_of_metric,
+)
 from det_callbacks.compare.evidence import Evidence, find_evidence
 from det_callbacks.compare.metrics import MetricComparison, MetricDifference
 from det_callbacks.compare.module_names import ModuleNames
-from det_callbacks.compare.nonfinite import first_nonfinite
-from det_callbacks.compare.numbers import find_command, next_recording, with_numbers
+from det_callbacks.compare.numbers import (
+    find_command,
+    first_nonfinite,
+    next_recording,
+    with_numbers,
+)
 from det_callbacks.compare.numerics import compare_numerics
-from det_callbacks.compare.ranks import RankFindings, RankWalk, WholeSteps
+from det_callbacks.compare.ranks import (
+    Classification,
+    FirstDifference,
+    RankFindings,
+    RankWalk,
+    WholeSteps,
+    classify,
+    compare_steps,
+)
 from det_callbacks.compare.record import TOGETHER, Tally, read_records
 from det_callbacks.compare.resume import resume_of
 from det_callbacks.compare.rounding import Rounding
-from det_callbacks.compare.step import compare_steps
 from det_callbacks.errors import NothingComparedError, ReferenceFormatError
 from det_callbacks.findings.table import find_findings
 from det_callbacks.report.numerics import nonfinite_sentence
@@ -39,7 +54,7 @@ from det_callbacks.report.sentences import (
     steps_agree,
     without_starts,
 )
-from det_callbacks.runs.environment import (
+from det_callbacks.runs.manifest import (
     FOLLOWED,
     LENGTHS,
     UNRECORDED,
@@ -64,18 +79,22 @@ from det_callbacks.verdict import (
     Verdict,
     VerdictName,
 )
-from det_callbacks.verify.comparable import other_world_size, require_equal_selections, require_reference
+from det_callbacks.verify.comparable import (
+    other_world_size,
+    require_equal_selections,
+    require_reference,
+)
 
 SMALL_BYTES = 256 * 2**20
 """Two runs whose steps take less than this together are read whole: it takes a second or less."""
 
 SAME_LENGTH = (
-    'Train both runs for the same number of steps, or compare only the steps that both have: steps="common" '
-    "(det-callbacks: --steps common)"
+    "Train both runs for the same number of steps, or compare only the steps that both have: "
+    'steps="common" (det-callbacks: --steps common)'
 )
 CHAINS_NOTE = (
-    "Steps before the first difference were compared by their chains, and their digests were not read again "
-    "(det-callbacks export reads and checks every step)"
+    "Steps before the first difference were compared by their chains, and their digests were not "
+    "read again (det-callbacks export reads and checks every step)"
 )
 
 _order = attrgetter("order")  # the place of a difference in the run
@@ -92,29 +111,33 @@ def compare_runs(
 ) -> Verdict:
     """Compare a run with its reference, bit for bit.
 
-    Steps up to the first difference of a rank are compared by their chains, later ones one at a time, in 200
-    microseconds for 4,000 sites of one program. Two recordings of less than 256 MiB together are read whole, so that a
-    damaged file is an error wherever it is damaged; of larger ones the explanation says what was not read.
+    Steps up to the first difference of a rank are compared by their chains, later ones one at a
+    time, in 200 microseconds for 4,000 sites of one program. Two recordings of less than 256 MiB
+    together are read whole, so that a damaged file is an error wherever it is damaged; of larger
+    ones the explanation says what was not read.
 
     Args:
         reference: folder of the reference.
         current: folder of the run to compare, or of a verification.
-        steps: "all" demands exactly the reference's steps: a missing or an additional step is a divergence.
-            "common" compares the steps that both runs have. A verification keeps the value that it ran with.
-        numerics: also measure the difference, and whether it is rounding, at the sites whose tensors both runs kept.
-        tolerance: folder of ``det-callbacks check --numerics``, which measured what rounding does, or None for what
-            ``torch.testing`` tolerates for each dtype.
+        steps: "all" demands exactly the reference's steps: a missing or an additional step is a
+            divergence. "common" compares the steps that both runs have. A verification keeps the
+            value that it ran with.
+        numerics: also measure the difference, and whether it is rounding, at the sites whose
+            tensors both runs kept.
+        tolerance: folder of ``det-callbacks check --numerics``, which measured what rounding does,
+            or None for what ``torch.testing`` tolerates for each dtype.
         names: file that maps modules with a different name in the current run; see ``ModuleNames``.
 
     Returns:
-        The verdict, with the ``exit_code`` of the command line. Runs with different numbers of processes are
-        ``not_comparable``, without a comparison of their steps.
+        The verdict, with the ``exit_code`` of the command line. Runs with different numbers of
+        processes are ``not_comparable``, without a comparison of their steps.
 
     Raises:
         ReferenceNotFoundError: there is no run at one of the paths.
-        ReferenceFormatError: a file of a run is damaged or missing, or the reference is incomplete and ``steps`` is
-            "all", or a verification used a different reference.
-        SelectionError: the runs recorded different modules, phases or levels; for ``numerics``, a run kept no tensors.
+        ReferenceFormatError: a file of a run is damaged or missing, or the reference is incomplete
+            and ``steps`` is "all", or a verification used a different reference.
+        SelectionError: the runs recorded different modules, phases or levels; for ``numerics``, a
+            run kept no tensors.
         NothingComparedError: the runs have no step in common, or no site.
         ValueError: ``steps`` has another value.
 
@@ -138,7 +161,9 @@ def compare_runs(
         raise ValueError("tolerance and names belong to numerics=True.")
     reference_run = Run.open(reference, check_steps=False)
     current_run = Run.open(current, check_steps=False)
-    environment = compare_environments(reference_run.manifest.environment, current_run.manifest.environment)
+    environment = compare_environments(
+        reference_run.manifest.environment, current_run.manifest.environment
+    )
     world_size = current_run.manifest.world_size
     if reference_run.manifest.world_size != world_size:
         reason = other_world_size(reference_run, world_size)
@@ -166,7 +191,9 @@ def compare_runs(
                 rank.check_steps()
         else:
             notes.append(CHAINS_NOTE)
-    walk = RankWalk(reference=reference_run, current=current_run, is_common=steps == "common", records=records)
+    walk = RankWalk(
+        reference=reference_run, current=current_run, is_common=steps == "common", records=records
+    )
     # settings are those of rank 0 in both runs, because seeds and arguments may differ among ranks
     differing = {entry.name: entry for record in records.values() for entry in record.machine}
     differing |= {entry.name: entry for entry in environment}
@@ -191,11 +218,15 @@ def compare_runs(
 def _nonfinite(reference: Run, current: Run) -> list[str]:
     """Return the first number of each run that is not finite, among the tensors that it kept."""
     found = {"reference": first_nonfinite(reference), "current run": first_nonfinite(current)}
-    return [f"{name}: {nonfinite_sentence(place)}" for name, place in found.items() if place is not None]
+    return [
+        f"{name}: {nonfinite_sentence(place)}" for name, place in found.items() if place is not None
+    ]
 
 
 def _findings(current: Run) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
-    """Return the findings of the current run, or why they cannot be read; that does not change the verdict."""
+    """Return the findings of the current run, or why they cannot be read;
+    that does not change the verdict.
+    """
     try:
         return find_findings(current), ()
     except ReferenceFormatError as error:
@@ -227,7 +258,11 @@ class _Judge:
 
     @cached_property
     def metrics(self) -> MetricComparison:
-        reference, current, record = self.walk.reference, self.walk.current, self.walk.records.get(0)
+        reference, current, record = (
+            self.walk.reference,
+            self.walk.current,
+            self.walk.records.get(0),
+        )
         stop = None if record is None else record.stopped
         comparison = MetricComparison(is_common=self.walk.is_common)
         for segment in sorted({*reference.segments, *current.segments}):
@@ -260,7 +295,9 @@ class _Judge:
 
     @cached_property
     def tally(self) -> Tally:
-        tally = Tally(num_metrics=self.metrics.num_compared, num_differing=self.metrics.num_differing)
+        tally = Tally(
+            num_metrics=self.metrics.num_compared, num_differing=self.metrics.num_differing
+        )
         for rank in self.ranks:
             tally.add(rank.tally)
         return tally
@@ -274,7 +311,9 @@ class _Judge:
         self._require_comparison(has_divergence=has_divergence)
         first = with_numbers(self.walk.reference, self.walk.current, first)
         bits_differ = bool(first) or (first_metric is not None and first_metric.kind == "content")
-        is_other_machine = any(entry.is_machine and entry.changes_bits for entry in self.environment)
+        is_other_machine = any(
+            entry.is_machine and entry.changes_bits for entry in self.environment
+        )
         verdict: VerdictName = "diverged" if has_divergence else "match"
         if bits_differ and is_other_machine:
             verdict = "not_comparable"
@@ -288,7 +327,9 @@ class _Judge:
         tally = self.tally
         idle = self.walk.current.manifest.environment.get(WITHOUT_EFFECT)
         notes = [*order_lines(tally.reordered), *environment_notes(others, verdict), *self.notes]
-        notes += [f"A setting has no effect: {text}" for text in (() if idle is None else idle.value)]
+        notes += [
+            f"A setting has no effect: {text}" for text in (() if idle is None else idle.value)
+        ]
         parts = [answer.text, answer.advice, *notes]
         return Verdict(
             verdict=verdict,
@@ -299,7 +340,9 @@ class _Judge:
             cause=answer.cause,
             explanation=" ".join(f"{part.rstrip('.')}." for part in parts if part),
             counts=Counts(
-                steps_compared=tally.num_steps, sites_compared=tally.num_sites, sites_differing=tally.num_differing
+                steps_compared=tally.num_steps,
+                sites_compared=tally.num_sites,
+                sites_differing=tally.num_differing,
             ),
             coverage=Coverage(
                 ranks=self._num_ranks or int(bool(tally.num_metrics)),
@@ -314,7 +357,9 @@ class _Judge:
                 followed=self._followed,
             ),
             # the evidence names the generators that may be the cause
-            environment=self.environment if verdict == "match" else tuple(without_starts(self.environment)),
+            environment=self.environment
+            if verdict == "match"
+            else tuple(without_starts(self.environment)),
             trail=answer.trail,
             resume=self._resume,
             evidence=answer.evidence,
@@ -331,7 +376,9 @@ class _Judge:
         """Parts of a followed training that no step of a run holds."""
         runs = self.walk.reference, self.walk.current
         entries = [run.manifest.environment.get(UNRECORDED) for run in runs]
-        return tuple(dict.fromkeys(text for entry in entries if entry is not None for text in entry.value))
+        return tuple(
+            dict.fromkeys(text for entry in entries if entry is not None for text in entry.value)
+        )
 
     @property
     def _followed(self) -> str:
@@ -349,13 +396,15 @@ class _Judge:
         has_compared = bool(tally.num_sites or tally.num_metrics)
         unfinished = explain_unfinished(walk.records)
         if unfinished and not has_divergence:
-            raise NothingComparedError(f"{unfinished}, and found no difference in {walk.current.path}. Verify again.")
+            raise NothingComparedError(
+                f"{unfinished}, and found no difference in {walk.current.path}. Verify again."
+            )
         # steps in only one run compare nothing
         if not has_compared and not (has_divergence and has_steps):
             raise NothingComparedError(
-                f"{walk.reference.path} and {walk.current.path} have no step with recorded sites in common, so nothing "
-                "was compared. Check with det-callbacks show that both record the same script with the same "
-                "selection."
+                f"{walk.reference.path} and {walk.current.path} have no step with recorded sites "
+                "in common, so nothing was compared. Check with det-callbacks show that both "
+                "record the same script with the same selection."
             )
         if has_divergence:
             return
@@ -366,19 +415,29 @@ class _Judge:
                 stops.append(f"by {stop.reason} after step {stop.step}{on_rank}")
         if stops:
             raise NothingComparedError(
-                f"The verification in {walk.current.path} was stopped {listed(stops, limit=MAX_RANKS)}. The steps "
-                "until then match, but the rest was not compared. Verify again."
+                f"The verification in {walk.current.path} was stopped "
+                f"{listed(stops, limit=MAX_RANKS)}. The steps until then match, but the rest was "
+                "not compared. Verify again."
             )
 
     def _classify(self, first: Mapping[int, FirstDifference]) -> Classification | None:
-        """Return which ranks started the difference, or None for one process, or if a rank stopped alone."""
-        stops = {record.stopped.reason for record in self.walk.records.values() if record.stopped is not None}
+        """Return which ranks started the difference, or None for one process,
+        or if a rank stopped alone.
+        """
+        stops = {
+            record.stopped.reason
+            for record in self.walk.records.values()
+            if record.stopped is not None
+        }
         if not self.show_rank or not first or stops - {TOGETHER}:
             return None
         return classify([first.get(rank) for rank in self.walk.reference.ranks])
 
     def _answer(
-        self, first: Mapping[int, FirstDifference], whole: Sequence[WholeSteps], ranks: Classification | None
+        self,
+        first: Mapping[int, FirstDifference],
+        whole: Sequence[WholeSteps],
+        ranks: Classification | None,
     ) -> _Answer:
         metric = self._first_metric()
         agree = "" if first else steps_agree(self.tally.num_steps)
@@ -397,10 +456,14 @@ class _Judge:
         if isinstance(leader, MetricDifference):
             return self._answer_metric(leader, agree if not whole else "")
         if isinstance(leader, WholeSteps):
-            return _Answer(leader.divergence(), "structure", capitalised(shown_whole) + agree, SAME_LENGTH)
+            return _Answer(
+                leader.divergence(), "structure", capitalised(shown_whole) + agree, SAME_LENGTH
+            )
         shown = leader.with_origin_from(ranks)
         if ranks is not None and ranks.is_collective:
-            return _Answer(shown, "collective", f"Step {shown.step}, {shown.phase}: {explain_ranks(ranks)}")
+            return _Answer(
+                shown, "collective", f"Step {shown.step}, {shown.phase}: {explain_ranks(ranks)}"
+            )
         if ranks is not None and ranks.ranks("origin"):
             leader = min((first[rank] for rank in ranks.ranks("origin")), key=_order)
         graph = self._graph(leader)
@@ -412,7 +475,9 @@ class _Judge:
         if whole:
             text += f"; in addition, {shown_whole}"
         evidence, trail = evidence_lines(graph), trail_of(graph, walk)
-        return _Answer(shown, found_cause.cause, text, found_cause.advice, evidence, found_cause.setting, trail)
+        return _Answer(
+            shown, found_cause.cause, text, found_cause.advice, evidence, found_cause.setting, trail
+        )
 
     def _answer_metric(self, metric: MetricDifference, agree: str) -> _Answer:
         others = self.metrics.num_differing - 1
@@ -423,7 +488,9 @@ class _Judge:
             values = choice.reference, choice.current
             text, chosen = explained_by(choice.name, values, text), choice.name
         evidence, trail = metric_lines(metric), trail_of_metric(metric)
-        return _Answer(metric.divergence(), metric.cause, text, advise_metric(metric), evidence, chosen, trail)
+        return _Answer(
+            metric.divergence(), metric.cause, text, advise_metric(metric), evidence, chosen, trail
+        )
 
     def _graph(self, known: FirstDifference) -> Graph:
         """Return the step in which a rank first differs, with what explains it."""
@@ -435,9 +502,13 @@ class _Judge:
         reference_steps = reference.rank(rank).steps(segment)
         first_step = reference_steps[0] if fit is None else min(fit.compared)
         # a verification stores only the steps that differ
-        last_step = current.rank(rank).steps(segment)[-1] if fit is None else max(fit.compared | fit.extra)
+        last_step = (
+            current.rank(rank).steps(segment)[-1] if fit is None else max(fit.compared | fit.extra)
+        )
         before = self.walk.before(segment, step)
-        may_be_unrestored = fit is not None and before == "resumed" and not difference.starting("here")
+        may_be_unrestored = (
+            fit is not None and before == "resumed" and not difference.starting("here")
+        )
         try:
             evidence = find_evidence(reference, current, difference)
         except ReferenceFormatError as error:
@@ -452,6 +523,9 @@ class _Judge:
             evidence=evidence,
             shows_rank=self.show_rank,
             framework=framework_of(current.manifest.environment),
-            resumed_at=max((at for fit, at in current.resumed_steps if fit == segment and at <= step), default=None),
+            resumed_at=max(
+                (at for fit, at in current.resumed_steps if fit == segment and at <= step),
+                default=None,
+            ),
             is_last=(reference_steps[-1] == step, last_step == step),
         )

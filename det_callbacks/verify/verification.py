@@ -1,4 +1,6 @@
-"""A run that is verified while it trains: it stores differing steps, which the judge reads at the end."""
+"""A run that is verified while it trains: it stores differing steps,
+which the judge reads at the end.
+"""
 
 import json
 import shlex
@@ -14,6 +16,7 @@ import numpy as np
 
 from det_callbacks.compare.evidence import from_batch_start
 from det_callbacks.compare.metrics import MetricComparison
+from det_callbacks.compare.ranks import StepCounter, compare_steps
 from det_callbacks.compare.record import (
     REPORT_FILE,
     TOGETHER,
@@ -26,14 +29,12 @@ from det_callbacks.compare.record import (
     write_record,
 )
 from det_callbacks.compare.resume import exchanged, find_resumed_step, state_at_end
-from det_callbacks.compare.step import StepCounter, compare_steps
 from det_callbacks.errors import NotComparableError, RankError, SelectionError
-from det_callbacks.runs.disk import replace_atomically, writing
-from det_callbacks.runs.environment import compare_environments
 from det_callbacks.runs.evidence import OF_BATCH, EvidenceRow, NondeterministicOp
-from det_callbacks.runs.manifest import Manifest
+from det_callbacks.runs.files import replace_atomically, writing
+from det_callbacks.runs.lock import ALONE, END_OF_FIT, Peers
+from det_callbacks.runs.manifest import Manifest, compare_environments
 from det_callbacks.runs.metrics import Reading, Readings, read_metrics
-from det_callbacks.runs.peers import ALONE, END_OF_FIT, Peers
 from det_callbacks.runs.program import AT_END, IDLE, StepView
 from det_callbacks.runs.steps import Expectation, StepTrace
 from det_callbacks.runs.store import Run
@@ -46,7 +47,9 @@ STORED_STEPS = 100
 """How many diverging steps of a rank are stored; each is as large as in a recording."""
 
 STEPS_BETWEEN_RECORDS = 1000
-"""After so many compared steps the record is written again, so that a kill loses no more of them."""
+"""After so many compared steps the record is written again,
+so that a kill loses no more of them.
+"""
 
 
 def open_reference(
@@ -63,12 +66,16 @@ def open_reference(
         raise NotComparableError(text, Verdict.refused(str(run.path), "", text))
     require_reference(run, steps)
     manifest = run.manifest
-    known = {**asdict(manifest.selection), "replay": manifest.replay, "keep_tensors": manifest.keep_tensors}
+    known = {
+        **asdict(manifest.selection),
+        "replay": manifest.replay,
+        "keep_tensors": manifest.keep_tensors,
+    }
     others = [name for name, value in asked.items() if _unordered(value) != _unordered(known[name])]
     if others:
         raise SelectionError(
-            f"The reference {path} was recorded with {_shown(known, others)}, and this run asks for "
-            f"{_shown(asked, others)}. Leave that out to use the reference's, or record again."
+            f"The reference {path} was recorded with {_shown(known, others)}, and this run asks "
+            f"for {_shown(asked, others)}. Leave that out to use the reference's, or record again."
         )
     for segment in run.segments if not peers.rank else ():
         read_metrics(run, segment)  # so that damage is reported before the training
@@ -80,14 +87,18 @@ def _unordered(value: Any) -> Any:
 
 
 def _shown(values: Mapping[str, Any], names: Sequence[str]) -> str:
-    shown = {name: list(value) if isinstance(value := values[name], tuple) else value for name in names}
+    shown = {
+        name: list(value) if isinstance(value := values[name], tuple) else value for name in names
+    }
     return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
 
 class Verification:
-    """Compares the steps of this process with a reference while it trains; the judge says what differs.
+    """Compares the steps of this process with a reference while it trains;
+    the judge says what differs.
 
-    The diverging steps and ``verdict.json`` go to ``current``, and replace those of an earlier verification.
+    The diverging steps and ``verdict.json`` go to ``current``,
+    and replace those of an earlier verification.
     """
 
     def __init__(
@@ -104,7 +115,8 @@ class Verification:
         self.fit = FitRecord(segment=0)  # the current one
         self.is_resuming = False  # the next step is the first after a restored checkpoint
         self.differs_anywhere = False  # any rank differed at the last ``finish``
-        self.keep_tensors: Callable[[StepTrace, int], None] = lambda trace, step: None  # called before a step is stored
+        # called before a step is stored
+        self.keep_tensors: Callable[[StepTrace, int], None] = lambda trace, step: None
         self._steps, self._peers = steps, peers
         self._ranks = reference.rank(peers.rank)
         self._writer = RunWriter.create(current, manifest=manifest, peers=peers, purpose="verify")
@@ -173,10 +185,14 @@ class Verification:
         self._writer.discard()
 
     def _compare_machines(self) -> tuple[EnvironmentDifference, ...]:
-        found = compare_environments(self.reference.manifest.environment, self._writer.manifest.environment)
+        found = compare_environments(
+            self.reference.manifest.environment, self._writer.manifest.environment
+        )
         return tuple(difference for difference in found if difference.is_machine)
 
-    def begin_fit(self, segment: int, *, is_resumed: bool = False, is_every_step: bool = True) -> None:
+    def begin_fit(
+        self, segment: int, *, is_resumed: bool = False, is_every_step: bool = True
+    ) -> None:
         """Start a fit; a verdict on earlier fits is outdated."""
         self.fit = FitRecord(segment=segment, is_resumed=is_resumed)
         self._fits.append(self.fit)
@@ -186,7 +202,9 @@ class Verification:
             self.close(complete=False)
             raise
         self.is_resuming = is_resumed and is_every_step
-        self._known = frozenset(self._ranks.steps(segment).tolist() if segment in self._ranks.segments else ())
+        self._known = frozenset(
+            self._ranks.steps(segment).tolist() if segment in self._ranks.segments else ()
+        )
         self._rows.clear()
         self._lasting.clear()
         if segment:
@@ -222,7 +240,9 @@ class Verification:
         return self._ranks.chain(self.segment, step)
 
     def find_resumed(self, state: Mapping[str, int], batch: Mapping[str, int]) -> int | None:
-        """Return the step from which a run continues the reference, by the state with which it begins, and note it."""
+        """Return the step from which a run continues the reference, by the state with which it
+        begins, and note it.
+        """
         if not self._known:
             return None
         step = find_resumed_step(self.reference, self.rank, self.segment, state, batch)
@@ -231,20 +251,35 @@ class Verification:
         return step
 
     def compare_state(self, step: int, digest_state: Callable[[], Mapping[str, int]]) -> None:
-        """Note state that a checkpoint did not restore as the reference's previous step had left it."""
+        """Note state that a checkpoint did not restore as the reference's
+        previous step had left it.
+        """
         if step - 1 not in self._known:
             return
-        previous, current_state = self.reference.view(self.rank, self.segment, step - 1), digest_state()
-        sites = [(site, int(previous.record.digests[at])) for at, site in state_at_end(previous.program)]
+        previous, current_state = (
+            self.reference.view(self.rank, self.segment, step - 1),
+            digest_state(),
+        )
+        sites = [
+            (site, int(previous.record.digests[at])) for at, site in state_at_end(previous.program)
+        ]
         reference_state = {str(site.name): bits for site, bits in sites}
-        changed = [name for name, bits in current_state.items() if reference_state.get(name) != bits]
+        changed = [
+            name for name, bits in current_state.items() if reference_state.get(name) != bits
+        ]
         # the step also recorded what training_step returned
-        lacking = [str(site.name) for site, _ in sites if site.name not in current_state and site.of in current_state]
+        lacking = [
+            str(site.name)
+            for site, _ in sites
+            if site.name not in current_state and site.of in current_state
+        ]
         self.fit.unrestored, self.fit.lacking = (*changed, *lacking), tuple(lacking)
         self.fit.exchanged = exchanged(changed, reference_state, current_state)
 
     def idle_generators(self, step: int) -> frozenset[str] | None:
-        """Return the generators that the reference had not drawn from by the last recorded step before this."""
+        """Return the generators that the reference had not drawn from by the last
+        recorded step before this.
+        """
         before = max((known for known in self._known if known < step), default=None)
         if before is None:
             return None
@@ -292,7 +327,9 @@ class Verification:
         self.tally.count([step], trace.program, num_compared)
         if not num_differing:
             # settings of loaders and hooks hold until the next reading
-            self._lasting.update((row[2:5], row) for row in self._rows if row.text and row.kind not in OF_BATCH)
+            self._lasting.update(
+                (row[2:5], row) for row in self._rows if row.text and row.kind not in OF_BATCH
+            )
             self._rows = [*from_batch_start(row for row in self._rows if row.step == step)]
             return False
         self.tally.num_differing += num_differing
@@ -302,10 +339,14 @@ class Verification:
         return True
 
     def _views(self, trace: StepTrace, step: int) -> tuple[StepView, StepView]:
-        return self._reference_step(self.segment, step), trace.view(rank=self.rank, step=step, segment=self.segment)
+        return self._reference_step(self.segment, step), trace.view(
+            rank=self.rank, step=step, segment=self.segment
+        )
 
     def _store(self, trace: StepTrace, step: int, epoch: int, *, is_first: bool = False) -> None:
-        """Store a step that differs or is extra; after ``STORED_STEPS`` only the first that differs."""
+        """Store a step that differs or is extra; after ``STORED_STEPS``
+        only the first that differs.
+        """
         if self._num_stored >= STORED_STEPS and not is_first:
             return
         self._num_stored += 1
@@ -313,7 +354,9 @@ class Verification:
         if is_first and (rows := [*self._lasting.values(), *self._rows]):
             self._writer.put_evidence(rows)
         self.keep_tensors(trace, step)
-        write_step(self._writer, trace.view(rank=self.rank, step=step, epoch=epoch, segment=self.segment))
+        write_step(
+            self._writer, trace.view(rank=self.rank, step=step, epoch=epoch, segment=self.segment)
+        )
 
     # what the module logs
 
@@ -337,7 +380,8 @@ class Verification:
     def finish(self, *, is_pending: bool = False, is_early: bool = False) -> Verdict:
         """Close the files, and return the judge's verdict; all ranks call it after every fit.
 
-        No verdict is written while fits or tests are pending. Steps after an early end are not missing.
+        No verdict is written while fits or tests are pending.
+        Steps after an early end are not missing.
         """
         try:
             return self._finish(TOGETHER if is_early else "", is_pending=is_pending)
@@ -347,12 +391,14 @@ class Verification:
     def _finish(self, reason: str, *, is_pending: bool) -> Verdict:
         self.differs_anywhere = any(self._peers.gather(lambda: self._seal(reason), task=END_OF_FIT))
         try:
-            content = self._peers.broadcast(lambda: self._judge().to_dict(), task="judging the two runs")
+            content = self._peers.broadcast(
+                lambda: self._judge().to_dict(), task="judging the two runs"
+            )
             verdict = Verdict.from_dict(content)
         except RankError as error:
             raise RankError(
-                f"No verdict: {error} All ranks have closed their files, so you can get the verdict later: "
-                f"{self.diff_command}",
+                f"No verdict: {error} All ranks have closed their files, so you can get the "
+                f"verdict later: {self.diff_command}",
                 error.rank,
                 error.exit_code,
             ) from error
@@ -423,10 +469,15 @@ def write_step(writer: RunWriter, view: StepView) -> None:
     writer.put_values(record.step, view.read_values())
     if view.unseen_writes:
         writer.put_evidence(
-            [EvidenceRow(record.step, "", "unseen_write", value=at) for at in sorted(view.unseen_writes)]
+            [
+                EvidenceRow(record.step, "", "unseen_write", value=at)
+                for at in sorted(view.unseen_writes)
+            ]
         )
     if view.checked is not None:
-        writer.put_evidence([EvidenceRow(record.step, "", "checked", text=json.dumps(sorted(view.checked)))])
+        writer.put_evidence(
+            [EvidenceRow(record.step, "", "checked", text=json.dumps(sorted(view.checked)))]
+        )
     writer.flush_evidence()
 
 

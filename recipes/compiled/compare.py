@@ -1,4 +1,7 @@
-"""By how much does a transformation change a transformer? Four questions, as a Hydra application."""
+"""By how much does a transformation change a transformer?
+
+Four questions, as a Hydra application.
+"""
 
 import copy
 import sys
@@ -20,7 +23,9 @@ import models  # found by the line above
 
 def compiled(config: DictConfig, model: nn.Module, tokens: Tensor) -> NumericsReport:
     """Eager against compiled."""
-    return compare_compiled(model, tokens, backend=config.backend, mode=config.mode, iterations=config.iterations)
+    return compare_compiled(
+        model, tokens, backend=config.backend, mode=config.mode, iterations=config.iterations
+    )
 
 
 def as_class(model: nn.Module, kind: type[nn.Module]) -> nn.Module:
@@ -37,9 +42,13 @@ class HalfPrecision(models.Transformer):
 
 
 def bfloat16(config: DictConfig, model: nn.Module, tokens: Tensor) -> NumericsReport:
-    """float32 against automatic mixed precision: parameters stay float32, so a tolerance is given."""
+    """float32 against automatic mixed precision: parameters stay float32,
+    so a tolerance is given.
+    """
     control = as_class(model, HalfPrecision)
-    return compare_modules(model, control, tokens, iterations=config.iterations, modules=(), rtol=0.016, atol=0.25)
+    return compare_modules(
+        model, control, tokens, iterations=config.iterations, modules=(), rtol=0.016, atol=0.25
+    )
 
 
 class FlashAttention(models.Transformer):
@@ -86,7 +95,9 @@ def planted(config: DictConfig, model: nn.Module, tokens: Tensor) -> NumericsRep
 
 
 Question = Callable[[DictConfig, nn.Module, Tensor], NumericsReport]
-QUESTIONS: dict[str, Question] = {ask.__name__: ask for ask in (compiled, bfloat16, attention, planted)}
+QUESTIONS: dict[str, Question] = {
+    ask.__name__: ask for ask in (compiled, bfloat16, attention, planted)
+}
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")

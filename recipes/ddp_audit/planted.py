@@ -1,4 +1,6 @@
-"""Four things that go wrong on one rank, or between ranks, and that neither the loss nor the accuracy would show."""
+"""Four things that go wrong on one rank, or between ranks, and that neither the loss nor the
+accuracy would show.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,9 +15,13 @@ from torch.utils.data import Sampler
 
 
 class Shard(Sampler[int]):
-    """A rank's share of shuffled samples; at one step it draws what would come a batch later instead."""
+    """A rank's share of shuffled samples; at one step it draws what would
+    come a batch later instead.
+    """
 
-    def __init__(self, *, size: int, rank: int, world_size: int, batch_size: int, wrong_step: int | None) -> None:
+    def __init__(
+        self, *, size: int, rank: int, world_size: int, batch_size: int, wrong_step: int | None
+    ) -> None:
         order = torch.randperm(size, generator=torch.Generator().manual_seed(0)).tolist()
         self.samples = order[rank::world_size][: size // world_size // batch_size * batch_size]
         if wrong_step is not None:
@@ -36,10 +42,11 @@ def add_one_ulp(tensor: Tensor) -> None:
 
 
 class WrongKernel(TorchDispatchMode):
-    """A kernel that goes wrong on one rank: in the backward pass of one step, one element of a gradient.
+    """A kernel that goes wrong on one rank: in the backward pass of one step,
+    one element of a gradient.
 
-    Like the other mode below it is open around the whole training, below the callback's trace, so that to the trace it
-    is the op itself that returned other bits.
+    Like the other mode below it is open around the whole training, below the callback's trace, so
+    that to the trace it is the op itself that returned other bits.
     """
 
     def __init__(self, model: pl.LightningModule, *, rank: int, step: int) -> None:
@@ -57,7 +64,8 @@ class WrongKernel(TorchDispatchMode):
 
 
 class OtherOrder(TorchDispatchMode):
-    """An all-reduce that adds the ranks in another order from one step on, as another algorithm or topology does.
+    """An all-reduce that adds the ranks in another order from one step on,
+    as another algorithm or topology does.
 
     Two numbers have one sum, so it takes three ranks.
     """

@@ -1,4 +1,6 @@
-"""A small convolutional network on scikit-learn's digits, on several processes, with something that goes wrong."""
+"""A small convolutional network on scikit-learn's digits, on several processes,
+with something that goes wrong.
+"""
 
 import logging
 from collections import OrderedDict
@@ -64,9 +66,13 @@ class Digits(pl.LightningModule):
 
 
 def train(config: DictConfig) -> None:
-    """Train as configured; the fault is planted in every process, and does something where it is due."""
+    """Train as configured; the fault is planted in every process,
+    and does something where it is due.
+    """
     if config.fault not in FAULTS:
-        raise ValueError(f"fault must be one of {', '.join(map(str, FAULTS))}; got {config.fault!r}")
+        raise ValueError(
+            f"fault must be one of {', '.join(map(str, FAULTS))}; got {config.fault!r}"
+        )
     rank, step = config.fault_rank, config.fault_step
     pl.seed_everything(config.seed, workers=True, verbose=False)
     model = Digits(

@@ -55,10 +55,11 @@ class Digits(pl.LightningModule):
 
 
 class OneUlp(TorchDispatchMode):
-    """A kernel that goes wrong: at one step, one element of what one layer's op computes is one ULP larger.
+    """A kernel that goes wrong: at one step, one element of what one layer's op
+    computes is one ULP larger.
 
-    It is open around the whole training, below the callback's trace, so that to the trace it is the op itself that
-    returned other bits.
+    It is open around the whole training, below the callback's trace, so that to the trace it is the
+    op itself that returned other bits.
     """
 
     def __init__(self, model: pl.LightningModule, layer: str, step: int) -> None:
@@ -78,7 +79,9 @@ class OneUlp(TorchDispatchMode):
         return output
 
 
-def make_loaders(*, batch_size: int, shuffle_seed: int | None) -> tuple[DataLoader[Any], DataLoader[Any]]:
+def make_loaders(
+    *, batch_size: int, shuffle_seed: int | None
+) -> tuple[DataLoader[Any], DataLoader[Any]]:
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(digits.target)

@@ -1,6 +1,8 @@
-"""Faults: what may go wrong in a training, planted where the seed says, and how a verdict has to name it.
+"""Faults: what may go wrong in a training, planted where the seed says,
+and how a verdict has to name it.
 
-A fault in an op is planted below what records: to a recorder, it is the op itself that returned other bits.
+A fault in an op is planted below what records: to a recorder,
+it is the op itself that returned other bits.
 """
 
 import random
@@ -20,7 +22,9 @@ INTEGERS = {4: torch.int32, 2: torch.int16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One fault in one training: ``call`` is the number of the op in its step, where it is in an op."""
+    """One fault in one training: ``call`` is the number of the op in its step,
+    where it is in an op.
+    """
 
     training: str
     change: str
@@ -48,7 +52,9 @@ def one_ulp(values: Tensor, chance: random.Random) -> None:
 
 
 def one_bit(values: Tensor, chance: random.Random) -> None:
-    _integers(values)[chance.randrange(len(values))] ^= 1 << chance.randrange(8 * values.element_size() - 9)
+    _integers(values)[chance.randrange(len(values))] ^= 1 << chance.randrange(
+        8 * values.element_size() - 9
+    )
 
 
 def same_bit_twice(values: Tensor, chance: random.Random) -> None:
@@ -94,7 +100,9 @@ def written_weight(training: Training, batch: tuple[Tensor, Tensor], chance: ran
     return name
 
 
-def written_gradient(training: Training, batch: tuple[Tensor, Tensor], chance: random.Random) -> str:
+def written_gradient(
+    training: Training, batch: tuple[Tensor, Tensor], chance: random.Random
+) -> str:
     name, weight = chance.choice([*training.model.named_parameters()])
 
     def write() -> None:
@@ -147,7 +155,9 @@ AT_START = "an initial weight"
 
 
 class Below(TorchDispatchMode):
-    """Below the recorder: runs the op, and changes what it wrote when ``Above`` has said that it is the one."""
+    """Below the recorder: runs the op, and changes what it wrote when ``Above``
+    has said that it is the one.
+    """
 
     def __init__(self, fault: Fault) -> None:
         super().__init__()
@@ -166,7 +176,9 @@ class Below(TorchDispatchMode):
 
 
 class Above(TorchDispatchMode):
-    """Above the recorder: sees the training's own ops only, and not those with which a recorder looks at tensors."""
+    """Above the recorder: sees the training's own ops only,
+    and not those with which a recorder looks at tensors.
+    """
 
     def __init__(self, below: Below | None = None) -> None:
         super().__init__()
@@ -196,19 +208,27 @@ class Looking(TorchDispatchMode):
 
 
 def writable(func: Any, output: Any, args: Any) -> Tensor | None:
-    """Return the elements of a tensor that an op wrote, in the order of memory; None where there is none to change."""
+    """Return the elements of a tensor that an op wrote, in the order of memory;
+    None where there is none to change.
+    """
     base = str(func).split(".")[1]
     if "empty" in base:
         return None
     first = output[0] if isinstance(output, tuple | list) and output else output
     if first is None and args and isinstance(args[0], tuple | list):  # foreach and fused ops
         first = args[0][0]
-    if not isinstance(first, Tensor) or first.dtype not in (torch.float32, torch.bfloat16) or first.numel() < 4:
+    if (
+        not isinstance(first, Tensor)
+        or first.dtype not in (torch.float32, torch.bfloat16)
+        or first.numel() < 4
+    ):
         return None
     given = {one.untyped_storage().data_ptr() for one in args if isinstance(one, Tensor)}
     if first.untyped_storage().data_ptr() in given and not base.endswith("_"):  # a view
         return None
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(first.shape, first.stride(), strict=True))
+    extent = 1 + sum(
+        (size - 1) * stride for size, stride in zip(first.shape, first.stride(), strict=True)
+    )
     if extent != first.numel():  # expanded, or with gaps
         return None
     return first.detach().as_strided((first.numel(),), (1,))
@@ -229,7 +249,9 @@ def strike(fault: Fault | None, training: Training, step: int) -> None:
 def named_first(fault: Fault) -> str:
     """Return the name of what a fault outside of ops makes different first."""
     training = KINDS[fault.training]()
-    return OUTSIDE[fault.change][0](training, training.batches[fault.step], random.Random(fault.seed))
+    return OUTSIDE[fault.change][0](
+        training, training.batches[fault.step], random.Random(fault.seed)
+    )
 
 
 Planted = tuple[Callable[[int], AbstractContextManager[object]], Callable[[], bool]]
@@ -237,7 +259,9 @@ Planted = tuple[Callable[[int], AbstractContextManager[object]], Callable[[], bo
 
 @contextmanager
 def planted(fault: Fault | None) -> Iterator[Planted]:
-    """Plant a fault in an op; yields what is opened in each step, above the recorder, and whether bits changed."""
+    """Plant a fault in an op; yields what is opened in each step, above the recorder,
+    and whether bits changed.
+    """
     if fault is None or not fault.op:
         yield lambda step: Above(), lambda: True
         return
@@ -255,15 +279,24 @@ def draw_faults(count: int, seed: int) -> Iterator[Fault]:
         change, phase = changes[number % len(changes)]
         training = chance.choice([*KINDS])
         step = 0 if change == AT_START else chance.randrange(1, STEPS)
-        of_fault: dict[str, Any] = {"change": change, "phase": phase, "step": step, "seed": chance.randrange(1 << 30)}
+        of_fault: dict[str, Any] = {
+            "change": change,
+            "phase": phase,
+            "step": step,
+            "seed": chance.randrange(1 << 30),
+        }
         if phase:
-            call, op = chance.choice([(call, op) for call, at, op in places[training] if at == phase])
+            call, op = chance.choice(
+                [(call, op) for call, at, op in places[training] if at == phase]
+            )
             of_fault |= {"call": call, "op": op}
         yield Fault(training=training, **of_fault)
 
 
 def _places(training: Training) -> list[tuple[int, str, str]]:
-    """Return the ops of the second step, which all later ones repeat, in which a fault can be planted."""
+    """Return the ops of the second step, which all later ones repeat,
+    in which a fault can be planted.
+    """
     for batch in training.batches[:2]:
         with Looking(training) as looking:
             training.step(batch)

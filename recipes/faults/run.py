@@ -1,4 +1,6 @@
-"""How many planted faults are detected, located and given the right cause, here and by torch's DebugMode."""
+"""How many planted faults are detected, located and given the right cause,
+here and by torch's DebugMode.
+"""
 
 import argparse
 import io
@@ -24,8 +26,12 @@ HASHES = ("norm", "hash_tensor")  # those of DebugMode
 Result = dict[str, Any]
 
 
-def train(training: Training, fault: Fault | None = None, around: Callable[..., Any] = nullcontext) -> bool:
-    """Train with a fault, or without, within what is opened around each step; return whether bits were changed."""
+def train(
+    training: Training, fault: Fault | None = None, around: Callable[..., Any] = nullcontext
+) -> bool:
+    """Train with a fault, or without, within what is opened around each step;
+    return whether bits were changed.
+    """
     with planted(fault) as (above, has_changed):
         for step, batch in enumerate(training.batches):
             strike(fault, training, step)
@@ -35,7 +41,9 @@ def train(training: Training, fault: Fault | None = None, around: Callable[..., 
 
 
 def record(kind: str, folder: Path) -> bool:
-    """Record a kind of training; return whether it ended with the bits that it has without a recording."""
+    """Record a kind of training; return whether it ended with the bits that
+    it has without a recording.
+    """
     plain = KINDS[kind]()
     train(plain)
     after_plain, seen = torch.get_rng_state(), KINDS[kind]()
@@ -52,7 +60,11 @@ def verify(kind: str, fault: Fault | None, reference: Path) -> Verdict | None:
     current = reference.with_name("current")
     shutil.rmtree(current, ignore_errors=True)
     try:
-        options: Any = {"model": training.model, "optimizers": training.optimizer, "current": current}
+        options: Any = {
+            "model": training.model,
+            "optimizers": training.optimizer,
+            "current": current,
+        }
         with TrainingRun(reference, **options) as run:
             train(training, fault, run.step)
     except DivergenceError as error:
@@ -61,7 +73,9 @@ def verify(kind: str, fault: Fault | None, reference: Path) -> Verdict | None:
 
 
 def log_hashes(kind: str, fault: Fault | None = None) -> tuple[list[Any], bool]:
-    """Return DebugMode's log of a training, with both of its hashes of each output; and whether bits were changed."""
+    """Return DebugMode's log of a training, with both of its hashes of each output;
+    and whether bits were changed.
+    """
     training = KINDS[kind]()
     begin(fault, training)
     logs: list[Any] = []
@@ -89,7 +103,9 @@ def judge(fault: Fault, verdict: Verdict | None) -> Result:
         return {"detected": False, "located": False, "cause": None, "is_cause_right": False}
     first = verdict.first_divergence
     found = (first.step, first.op) if fault.op else (first.step, first.name or "")
-    is_named = fault.op == first.op if fault.op else named_first(fault) in (first.name or first.op or "")
+    is_named = (
+        fault.op == first.op if fault.op else named_first(fault) in (first.name or first.op or "")
+    )
     return {
         "detected": True,
         "located": first.step == fault.step and is_named,
@@ -108,7 +124,8 @@ def judge_hashes(fault: Fault, reference: list[Any], current: list[Any]) -> dict
     results = {}
     for number, name in enumerate(HASHES):
         own = [one for one in mismatches if one["pytree_path"].endswith(f"[{number}]")]
-        call = own[0]["call"].replace("::", ".") if own else ""  # "aten::addmm", "aten::sum.dim_IntList"
+        # "aten::addmm", "aten::sum.dim_IntList"
+        call = own[0]["call"].replace("::", ".") if own else ""
         is_first = bool(call) and fault.op in (call, f"{call}.default")
         results[name] = {"detected": bool(own), "located": is_first}
     return results
@@ -116,13 +133,26 @@ def judge_hashes(fault: Fault, reference: list[Any], current: list[Any]) -> dict
 
 def table(results: Sequence[Mapping[str, Any]]) -> str:
     """Return a row for each change, and one for all."""
-    head = ("change", "faults", "detected", "located", "cause", "DebugMode norm", "its op", "hash_tensor", "its op")
+    head = (
+        "change",
+        "faults",
+        "detected",
+        "located",
+        "cause",
+        "DebugMode norm",
+        "its op",
+        "hash_tensor",
+        "its op",
+    )
     rows = [head]
     changes = dict.fromkeys(one["fault"]["change"] for one in results)
     for change in [*changes, "all"]:
         own = [one for one in results if change in ("all", one["fault"]["change"])]
         in_ops = [one for one in own if one["fault"]["op"]]
-        cells = [sum(one["ours"][key] for one in own) for key in ("detected", "located", "is_cause_right")]
+        cells = [
+            sum(one["ours"][key] for one in own)
+            for key in ("detected", "located", "is_cause_right")
+        ]
         row = [change, str(len(own)), *map(str, cells)]
         for name in HASHES:
             located = sum(one["debug_mode"][name]["located"] for one in in_ops)
@@ -130,7 +160,10 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
             row += [f"{located} of {len(in_ops)}" if in_ops else "-"]
         rows.append(tuple(row))
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> Result:
@@ -146,7 +179,9 @@ def main(arguments: Sequence[str] | None = None) -> Result:
     num_without_effect = 0
     # the closing line of each run would bury the table
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
-        references = {kind: Path(folder) / str(number) / "reference" for number, kind in enumerate(kinds)}
+        references = {
+            kind: Path(folder) / str(number) / "reference" for number, kind in enumerate(kinds)
+        }
         unchanged = {kind: record(kind, references[kind]) for kind in kinds}
         alarms = [kind for kind in kinds if verify(kind, None, references[kind]) is not None]
         logs = {kind: log_hashes(kind)[0] for kind in kinds}
@@ -175,9 +210,9 @@ def main(arguments: Sequence[str] | None = None) -> Result:
         options.json.write_text(json.dumps(summary, indent=1))
     print(table(results))
     print(
-        f"{len(kinds)} kinds of trainings; without a fault: {len(alarms)} false alarms, bits changed in "
-        f"{len(summary['bits_changed'])}; {num_without_effect} faults changed no bit and do not count; "
-        f"torch {torch.__version__}, seed {options.seed}, {summary['seconds']} s"
+        f"{len(kinds)} kinds of trainings; without a fault: {len(alarms)} false alarms, bits "
+        f"changed in {len(summary['bits_changed'])}; {num_without_effect} faults changed no bit "
+        f"and do not count; torch {torch.__version__}, seed {options.seed}, {summary['seconds']} s"
     )
     return summary
 

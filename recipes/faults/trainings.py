@@ -1,4 +1,6 @@
-"""Small trainings of many kinds, which repeat themselves bit for bit: in each a fault can be planted."""
+"""Small trainings of many kinds, which repeat themselves bit for bit:
+in each a fault can be planted.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,7 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, embedding_bag, mse_loss
+from torch.nn.functional import (
+    binary_cross_entropy_with_logits,
+    cross_entropy,
+    embedding_bag,
+    mse_loss,
+)
 from torch.utils.checkpoint import checkpoint
 
 STEPS = 4
@@ -16,7 +23,9 @@ Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 @dataclass(slots=True, kw_only=True)
 class Training:
-    """A model, what it is trained on, and how one step of it is done; ``phase`` says what a step is doing."""
+    """A model, what it is trained on, and how one step of it is done;
+    ``phase`` says what a step is doing.
+    """
 
     model: nn.Module
     batches: list[tuple[Tensor, Tensor]]
@@ -31,7 +40,9 @@ class Training:
     def step(self, batch: tuple[Tensor, Tensor]) -> None:
         inputs, targets = batch
         self.optimizer.zero_grad()
-        for part, wanted in zip(inputs.chunk(self.num_parts), targets.chunk(self.num_parts), strict=True):
+        for part, wanted in zip(
+            inputs.chunk(self.num_parts), targets.chunk(self.num_parts), strict=True
+        ):
             self.phase = "forward"
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.autocast):
                 loss = self.loss(self.model, part, wanted)
@@ -50,7 +61,11 @@ class Training:
 class Residual(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 2 * width),
+            nn.Linear(2 * width, width),
+        )
 
     def forward(self, inputs: Tensor) -> Tensor:
         return inputs + self.down(torch.relu(self.up(self.norm(inputs))))
@@ -69,7 +84,9 @@ class LanguageModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(24, 16)
-        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(
+            16, 2, 32, dropout=0.1, batch_first=True, norm_first=True
+        )
         self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -114,7 +131,12 @@ class Bags(nn.Module):
 
 class Adversarial(nn.ModuleDict):
     def __init__(self) -> None:
-        super().__init__({"generator": nn.Linear(8, 8), "critic": nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 1))})
+        super().__init__(
+            {
+                "generator": nn.Linear(8, 8),
+                "critic": nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 1)),
+            }
+        )
 
 
 def classify(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
@@ -138,7 +160,10 @@ def compete(model: Any, inputs: Tensor, _: Tensor) -> Tensor:
 def rows(*shape: int) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(3)
     return [
-        (torch.randn(BATCH, *shape, generator=generator), torch.randint(3, (BATCH,), generator=generator))
+        (
+            torch.randn(BATCH, *shape, generator=generator),
+            torch.randint(3, (BATCH,), generator=generator),
+        )
         for _ in range(STEPS)
     ]
 
@@ -153,7 +178,9 @@ def texts(length: int, *, is_classified: bool = False) -> list[tuple[Tensor, Ten
 
 
 def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 16), Residual(16), nn.Dropout(0.1), nn.ReLU(), nn.Linear(16, 3))
+    return nn.Sequential(
+        nn.Linear(8, 16), Residual(16), nn.Dropout(0.1), nn.ReLU(), nn.Linear(16, 3)
+    )
 
 
 def convolutions() -> nn.Module:
@@ -162,10 +189,16 @@ def convolutions() -> nn.Module:
 
 
 def made(
-    make: Callable[[], nn.Module], batches: Any, loss: Loss, optimizer: Callable[..., Any], **options: Any
+    make: Callable[[], nn.Module],
+    batches: Any,
+    loss: Loss,
+    optimizer: Callable[..., Any],
+    **options: Any,
 ) -> Callable[[], Training]:
     """Return what makes a training anew, from the same seed."""
-    of_training = {name: options.pop(name) for name in ("num_parts", "clip", "autocast") if name in options}
+    of_training = {
+        name: options.pop(name) for name in ("num_parts", "clip", "autocast") if name in options
+    }
 
     def training() -> Training:
         torch.manual_seed(11)
@@ -181,7 +214,9 @@ KINDS: dict[str, Callable[[], Training]] = {
     "mlp": made(mlp, lambda: rows(8), classify, ADAMW),
     "mlp, foreach": made(mlp, lambda: rows(8), classify, ADAMW, foreach=True),
     "mlp, fused": made(mlp, lambda: rows(8), classify, ADAMW, fused=True),
-    "mlp, momentum": made(mlp, lambda: rows(8), classify, SGD, momentum=0.9, nesterov=True, weight_decay=1e-4),
+    "mlp, momentum": made(
+        mlp, lambda: rows(8), classify, SGD, momentum=0.9, nesterov=True, weight_decay=1e-4
+    ),
     "mlp, RMSprop": made(mlp, lambda: rows(8), classify, torch.optim.RMSprop),
     "accumulated and clipped": made(mlp, lambda: rows(8), classify, ADAMW, num_parts=2, clip=0.1),
     "bfloat16 autocast": made(mlp, lambda: rows(8), classify, ADAMW, autocast=True),
@@ -197,7 +232,10 @@ KINDS: dict[str, Callable[[], Training]] = {
         ADAMW,
     ),
     "autoencoder": made(
-        lambda: nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 8)), lambda: rows(8), reconstruct, ADAMW
+        lambda: nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 8)),
+        lambda: rows(8),
+        reconstruct,
+        ADAMW,
     ),
     "adversarial": made(Adversarial, lambda: rows(8), compete, SGD),
 }

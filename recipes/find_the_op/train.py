@@ -1,4 +1,6 @@
-"""A character-level network in which one backward pass sometimes goes wrong; plain Lightning, no Hydra."""
+"""A character-level network in which one backward pass sometimes goes wrong;
+plain Lightning, no Hydra.
+"""
 
 import argparse
 import logging
@@ -13,7 +15,12 @@ from torch import Tensor, library, nn
 from torch.nn.functional import cross_entropy, layer_norm
 from torch.utils.data import DataLoader, TensorDataset
 
-from det_callbacks import DetCallbacksError, DeterminismCallback, DeterminismSettings, enforce_determinism
+from det_callbacks import (
+    DetCallbacksError,
+    DeterminismCallback,
+    DeterminismSettings,
+    enforce_determinism,
+)
 
 CONTEXT = 16
 CARELESS_LAYERS: set[int] = set()
@@ -22,10 +29,12 @@ TEXT = Path(logging.__file__).read_text(encoding="utf-8")[:4000]  # a text that 
 
 @library.custom_op("recipe::sum_rows", mutates_args=())
 def sum_rows(rows: Tensor, layer: int) -> Tensor:
-    """Sum the rows of a matrix; in a careless layer they are added in the order in which they happen to arrive.
+    """Sum the rows of a matrix; in a careless layer they are added in the order in
+    which they happen to arrive.
 
-    That is what atomic additions do on a GPU. Here chance is forced (from time to time, by ``os.urandom``), since two
-    threads on a small machine may well arrive in the same order every time.
+    That is what atomic additions do on a GPU. Here chance is forced (from time to time, by
+    ``os.urandom``), since two threads on a small machine may well arrive in
+    the same order every time.
     """
     order = list(range(len(rows)))
     if layer in CARELESS_LAYERS and os.urandom(1)[0] % 3 == 0:
@@ -98,7 +107,10 @@ def main() -> int:
     parser.add_argument("mode", choices=["record", "verify"])
     parser.add_argument("--reference", default="refs/find_the_op")
     parser.add_argument(
-        "--careless", type=int, metavar="LAYER", help="number of the layer whose backward sums carelessly"
+        "--careless",
+        type=int,
+        metavar="LAYER",
+        help="number of the layer whose backward sums carelessly",
     )
     options = parser.parse_args()
     CARELESS_LAYERS.update([] if options.careless is None else [options.careless])

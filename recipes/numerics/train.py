@@ -1,4 +1,6 @@
-"""A small transformer, trained for three steps in a loop of its own, in some variants whose bits cannot be equal."""
+"""A small transformer, trained for three steps in a loop of its own,
+in some variants whose bits cannot be equal.
+"""
 
 import argparse
 
@@ -17,9 +19,14 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = (
-            part(x).unflatten(-1, (4, -1)).transpose(1, 2) for part in (self.to_q, self.to_k, self.to_v)
+            part(x).unflatten(-1, (4, -1)).transpose(1, 2)
+            for part in (self.to_q, self.to_k, self.to_v)
         )
-        return self.out(scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2))
+        return self.out(
+            scaled_dot_product_attention(query, key, value, is_causal=True)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
 
 class FusedAttention(nn.Module):
@@ -30,12 +37,21 @@ class FusedAttention(nn.Module):
         parts = attention.to_q, attention.to_k, attention.to_v
         self.qkv_proj, self.out_proj = nn.Linear(WIDTH, 3 * WIDTH), attention.out
         self.qkv_proj.load_state_dict(
-            {name: torch.cat([part.state_dict()[name] for part in parts]) for name in ("weight", "bias")}
+            {
+                name: torch.cat([part.state_dict()[name] for part in parts])
+                for name in ("weight", "bias")
+            }
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        query, key, value = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv_proj(x).chunk(3, -1))
-        return self.out_proj(scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2))
+        query, key, value = (
+            part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv_proj(x).chunk(3, -1)
+        )
+        return self.out_proj(
+            scaled_dot_product_attention(query, key, value, is_causal=True)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
 
 class Block(nn.Module):
@@ -43,7 +59,10 @@ class Block(nn.Module):
         super().__init__()
         self.norm, self.attention = nn.LayerNorm(WIDTH), Attention()
         self.mlp = nn.Sequential(
-            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(approximate), nn.Linear(4 * WIDTH, WIDTH)
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 4 * WIDTH),
+            nn.GELU(approximate),
+            nn.Linear(4 * WIDTH, WIDTH),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,7 +85,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--bf16", action="store_true", help="the forward pass under torch.autocast")
     parser.add_argument("--gelu", choices=("none", "tanh"), default="none", help="a real change")
-    parser.add_argument("--port", action="store_true", help="blocks.*.attention with its three projections as one")
+    parser.add_argument(
+        "--port", action="store_true", help="blocks.*.attention with its three projections as one"
+    )
     options = parser.parse_args()
     rank, world_size = 0, 1
     if distributed.is_torchelastic_launched():

@@ -1,4 +1,6 @@
-"""Runs one op of torch's operator database under several conditions, and says on which of them its bits depend."""
+"""Runs one op of torch's operator database under several conditions,
+and says on which of them its bits depend.
+"""
 
 import ctypes
 import itertools
@@ -16,12 +18,21 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 FILLS = (0x00, 0x7F, 0xFE)  # bytes of fresh memory; glibc cannot fill it with 0xff
 DTYPES = (torch.float32, torch.complex64, torch.int64, torch.bool)
-LARGE = 33  # the side of larger samples: its cube is more than one thread takes by itself (32768 elements)
+# the side of larger samples: its cube is more than one thread takes by itself (32768 elements)
+LARGE = 33
 MAX_ELEMENTS = 1_000_000
 MAX_SAMPLES = 5  # of each size
 _M_PERTURB = -6  # glibc, malloc.h: allocated memory is filled with the complement of a byte
 
-ERRORS = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, KeyError, AssertionError)
+ERRORS = (
+    RuntimeError,
+    NotImplementedError,
+    TypeError,
+    ValueError,
+    IndexError,
+    KeyError,
+    AssertionError,
+)
 
 Sample = Any  # torch.testing._internal.opinfo.core.SampleInput
 
@@ -39,7 +50,10 @@ def filled_host(byte: int) -> Iterator[None]:
 @contextmanager
 def filled_device(byte: int) -> Iterator[None]:
     """Fill what the caching allocator hands out next."""
-    blocks = [torch.empty(size, dtype=torch.uint8, device="cuda").fill_(byte) for size in (1 << 10, 1 << 18, 1 << 24)]
+    blocks = [
+        torch.empty(size, dtype=torch.uint8, device="cuda").fill_(byte)
+        for size in (1 << 10, 1 << 18, 1 << 24)
+    ]
     del blocks
     yield
 
@@ -62,7 +76,9 @@ def shifted(tensor: Tensor) -> Tensor:
     if tensor.device.type == "cpu":
         memory = bytearray(storage.nbytes() + 64 + size)
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-        moved = torch.frombuffer(memory, dtype=torch.uint8, offset=-address % 64 + size)[: storage.nbytes()]
+        moved = torch.frombuffer(memory, dtype=torch.uint8, offset=-address % 64 + size)[
+            : storage.nbytes()
+        ]
         offset = tensor.storage_offset()
     else:
         moved = torch.empty(storage.nbytes() + size, dtype=torch.uint8, device=tensor.device)[size:]
@@ -91,7 +107,9 @@ def bits(values: Any) -> list[bytes]:
     return found
 
 
-def outcome(op: Any, sample: Sample, move: Callable[[Tensor], Tensor]) -> tuple[list[bytes], list[bytes]]:
+def outcome(
+    op: Any, sample: Sample, move: Callable[[Tensor], Tensor]
+) -> tuple[list[bytes], list[bytes]]:
     """Run an op and its backward pass; return the bits of the outputs and of the gradients."""
     given = (sample.input, sample.args, sample.kwargs)
     needs = [leaf.requires_grad for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
@@ -103,7 +121,9 @@ def outcome(op: Any, sample: Sample, move: Callable[[Tensor], Tensor]) -> tuple[
         seed(0)
     first, args, kwargs = given
     outputs = op(first, *args, **kwargs)
-    flat = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    flat = [
+        leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad
+    ]
     inputs = [tensor for tensor in tensors if tensor.requires_grad]
     gradients: Any = ()
     if flat and inputs:
@@ -119,7 +139,9 @@ def samples_of(op: Any, device: str) -> Iterator[tuple[Sample, bool]]:
     for is_large in (False, True):
         with sides(LARGE if is_large else None):
             torch.manual_seed(1)
-            for sample in itertools.islice(op.sample_inputs(device, dtype, requires_grad=needs_grad), MAX_SAMPLES):
+            for sample in itertools.islice(
+                op.sample_inputs(device, dtype, requires_grad=needs_grad), MAX_SAMPLES
+            ):
                 leaves = tree_leaves((sample.input, sample.args, sample.kwargs))
                 num_elements = sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor))
                 if 1000 * is_large <= num_elements <= MAX_ELEMENTS:
@@ -127,21 +149,34 @@ def samples_of(op: Any, device: str) -> Iterator[tuple[Sample, bool]]:
     yield from ((sample, True) for sample in _of_many_elements(op, device, dtype, needs_grad))
 
 
-def _of_many_elements(op: Any, device: str, dtype: torch.dtype, needs_grad: bool) -> Iterator[Sample]:
+def _of_many_elements(
+    op: Any, device: str, dtype: torch.dtype, needs_grad: bool
+) -> Iterator[Sample]:
     """Yield one sample of many elements for ops whose own have shapes that cannot be changed."""
     from torch.testing._internal.opinfo import core
 
     if isinstance(op, core.ReductionOpInfo | core.UnaryUfuncInfo):
         low, high = getattr(op, "domain", (None, None))
         options: dict[str, Any] = {"low": low, "high": high, "requires_grad": needs_grad}
-        yield core.SampleInput(torch.testing.make_tensor((64, 1024), device=device, dtype=dtype, **options))
+        yield core.SampleInput(
+            torch.testing.make_tensor((64, 1024), device=device, dtype=dtype, **options)
+        )
 
 
 @contextmanager
 def sides(length: int | None) -> Iterator[None]:
-    """Give the samples that are made inside sides of another length; the modules of the database call it S, M and L."""
-    modules = [module for name, module in sys.modules.items() if name.startswith("torch.testing._internal")]
-    before = [(module, name, vars(module)[name]) for module in modules for name in "SML" if name in vars(module)]
+    """Give the samples that are made inside sides of another length;
+    the modules of the database call it S, M and L.
+    """
+    modules = [
+        module for name, module in sys.modules.items() if name.startswith("torch.testing._internal")
+    ]
+    before = [
+        (module, name, vars(module)[name])
+        for module in modules
+        for name in "SML"
+        if name in vars(module)
+    ]
     try:
         for module, name, value in before:
             setattr(module, name, length or value)
@@ -152,7 +187,9 @@ def sides(length: int | None) -> Iterator[None]:
 
 
 def examine(op: Any, device: str) -> dict[str, Any]:
-    """Return which conditions change the bits of an op, forward or backward, and how many samples could be run."""
+    """Return which conditions change the bits of an op, forward or backward,
+    and how many samples could be run.
+    """
     found: dict[str, set[str]] = {}
     num_samples, problem = 0, ""
     try:
@@ -165,7 +202,11 @@ def examine(op: Any, device: str) -> dict[str, Any]:
                 problem = _said(error)
     except (*ERRORS, StopIteration) as error:  # the database makes none for this device
         problem = _said(error)
-    return {"samples": num_samples, "problem": problem, "found": {name: sorted(parts) for name, parts in found.items()}}
+    return {
+        "samples": num_samples,
+        "problem": problem,
+        "found": {name: sorted(parts) for name, parts in found.items()},
+    }
 
 
 def _said(error: BaseException) -> str:

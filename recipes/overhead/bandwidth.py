@@ -11,14 +11,16 @@ import torch
 from device import enqueue_and_busy_seconds
 
 from det_callbacks.digest.components import digest_tensors
-from det_callbacks.digest.device.deferred import DigestQueue
-from det_callbacks.digest.device.triton_digest import device_choice
+from det_callbacks.digest.deferred import DigestQueue
+from det_callbacks.digest.triton_digest import device_choice
 
 SIZES_KIB = tuple(4**power for power in range(11))
 """1 KiB to 1 GiB."""
 
 POOL_BYTES = 512 * 1024 * 1024
-"""Tensors are taken in turn from memory of this size, so that no cache holds them from the time before."""
+"""Tensors are taken in turn from memory of this size, so that no cache holds
+them from the time before.
+"""
 
 MAX_CALLS = 256
 """Tensors in a row: so few that all their launches fit into a stream's queue."""
@@ -47,7 +49,9 @@ class Bandwidth:
     fetched: float
 
     def figures(self) -> dict[str, Any]:
-        """Return the times and what follows: a copy moves each byte twice (read, written), a digest reads it once."""
+        """Return the times and what follows: a copy moves each byte twice (read, written),
+        a digest reads it once.
+        """
         copy_rate, digest_rate = 2 * self.num_bytes / self.copy, self.num_bytes / self.digest
         return {
             "num_bytes": self.num_bytes,
@@ -64,7 +68,9 @@ class Bandwidth:
 
 
 class Pool:
-    """Tensors of one size and random content in turn, each with other memory of its size to be copied to."""
+    """Tensors of one size and random content in turn, each with other memory of
+    its size to be copied to.
+    """
 
     def __init__(self, device: torch.device, num_bytes: int, pool_bytes: int) -> None:
         num_places = max(pool_bytes // num_bytes, 1)
@@ -75,7 +81,9 @@ class Pool:
         target = source.clone()  # written once: the first write of a page costs more than the copy
         starts = range(0, num_places * num_bytes, stride)
         self.num_calls = min(len(starts), MAX_CALLS)
-        self._pairs = cycle([(source[at : at + num_bytes], target[at : at + num_bytes]) for at in starts])
+        self._pairs = cycle(
+            [(source[at : at + num_bytes], target[at : at + num_bytes]) for at in starts]
+        )
 
     def copy(self) -> None:
         """Copy the next ``num_calls`` tensors."""
@@ -90,15 +98,19 @@ class Pool:
 def queue_all(queue: DigestQueue, tensors: Sequence[torch.Tensor]) -> None:
     """Queue contiguous tensors and launch their digests, without a wait."""
     for tensor in tensors:
-        queue.add(tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size(), tensor.nbytes)
+        queue.add(
+            tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size(), tensor.nbytes
+        )
     queue.flush()
 
 
-def measure_bandwidth(device: torch.device, num_bytes: int, *, rounds: int, pool_bytes: int = POOL_BYTES) -> Bandwidth:
+def measure_bandwidth(
+    device: torch.device, num_bytes: int, *, rounds: int, pool_bytes: int = POOL_BYTES
+) -> Bandwidth:
     """Return the times for tensors of a size; copies, digests and fetched digests take turns.
 
-    Takes twice ``pool_bytes`` of the device's memory, or twice the size of one tensor. A round before the first one
-    does not count: it compiles what is not compiled yet.
+    Takes twice ``pool_bytes`` of the device's memory, or twice the size of one tensor. A round
+    before the first one does not count: it compiles what is not compiled yet.
 
     Raises:
         RuntimeError: if the queue gives other digests than ``digest_tensors``.
@@ -135,15 +147,19 @@ def measure_bandwidth(device: torch.device, num_bytes: int, *, rounds: int, pool
 
 
 def check_queue(queue: DigestQueue, tensors: Sequence[torch.Tensor]) -> None:
-    """Require that a queue gives the digests of ``digest_tensors``: a fast way to other bits is no figure.
+    """Require that a queue gives the digests of ``digest_tensors``:
+    a fast way to other bits is no figure.
 
     Raises:
         RuntimeError: if it does not.
     """
     queue_all(queue, tensors)
-    wrong = sum(one != other for one, other in zip(queue.finish(), digest_tensors(tensors), strict=True))
+    wrong = sum(
+        one != other for one, other in zip(queue.finish(), digest_tensors(tensors), strict=True)
+    )
     if wrong:
         raise RuntimeError(
-            f"the queue gave other digests than digest_tensors for {wrong} of {len(tensors)} tensors of "
-            f"{tensors[0].nbytes} bytes, so nothing was timed; report this with the device and the versions in use"
+            f"the queue gave other digests than digest_tensors for {wrong} of {len(tensors)} "
+            f"tensors of {tensors[0].nbytes} bytes, so nothing was timed; report this with the "
+            "device and the versions in use"
         )

@@ -1,4 +1,6 @@
-"""What is asked of a device: to be waited for, how long its work took, who waits for it, and its name."""
+"""What is asked of a device: to be waited for, how long its work took, who
+waits for it, and its name.
+"""
 
 import shutil
 import subprocess
@@ -11,30 +13,40 @@ from typing import Any
 
 import torch
 
-_SYNCHRONIZES = "called a synchronizing CUDA operation"  # c10/cuda/CUDAFunctions.cpp, as of torch 2.13
-_NOTICE = "Synchronization debug mode is a prototype feature"  # said once a process, by the first change of the mode
+# c10/cuda/CUDAFunctions.cpp, as of torch 2.13
+_SYNCHRONIZES = "called a synchronizing CUDA operation"
+# said once a process, by the first change of the mode
+_NOTICE = "Synchronization debug mode is a prototype feature"
 
-# Of a stream that is kept busy while work is enqueued behind it: more clock ticks a second than any GPU has.
+# Of a stream that is kept busy while work is enqueued behind it:
+# more clock ticks a second than any GPU has.
 _TICKS_PER_SECOND = 2.5e9
 
 
 def torch_device(name: str) -> torch.device:
     """Return the device of a name, CUDA's with its index."""
-    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+    )
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until a device has done what it was given; on the CPU all is done when its call returns."""
+    """Wait until a device has done what it was given; on the CPU all is done
+    when its call returns.
+    """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def enqueue_and_busy_seconds(device: torch.device, work: Callable[[], object]) -> tuple[float, float]:
-    """Return the seconds that the host takes to enqueue some work, and those that the device takes to do it.
+def enqueue_and_busy_seconds(
+    device: torch.device, work: Callable[[], object]
+) -> tuple[float, float]:
+    """Return the seconds that the host takes to enqueue some work,
+    and those that the device takes to do it.
 
-    On CUDA the work is done twice. The second time lies between two events, on a stream that is first given something
-    to wait for: all is enqueued before the device begins, and waiting for launches is not counted as its work. On the
-    CPU both are the time of one call.
+    On CUDA the work is done twice. The second time lies between two events, on a stream that is
+    first given something to wait for: all is enqueued before the device begins, and waiting for
+    launches is not counted as its work. On the CPU both are the time of one call.
     """
     wait_for(device)
     start = time.perf_counter()
@@ -44,7 +56,8 @@ def enqueue_and_busy_seconds(device: torch.device, work: Callable[[], object]) -
         return host_seconds, host_seconds
     wait_for(device)
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    head_start = min(2 * host_seconds + 1e-4, 0.1)  # bounded: the first call may have compiled something
+    # bounded: the first call may have compiled something
+    head_start = min(2 * host_seconds + 1e-4, 0.1)
     torch.cuda._sleep(int(head_start * _TICKS_PER_SECOND))  # torch-private, looked at in torch 2.13
     begin.record()
     work()
@@ -57,8 +70,9 @@ def enqueue_and_busy_seconds(device: torch.device, work: Callable[[], object]) -
 def counted_synchronizations() -> Iterator[list[str]]:
     """Collect what waits for a CUDA device inside, one entry each time, as torch warns of it.
 
-    torch 2.13 notices what copies or waits by a stream: ``.item()``, ``.cpu()``, ``nonzero``. It does not notice
-    ``torch.cuda.synchronize()`` or the wait for an event. Other warnings are passed on when the block ends.
+    torch 2.13 notices what copies or waits by a stream: ``.item()``, ``.cpu()``, ``nonzero``. It
+    does not notice ``torch.cuda.synchronize()`` or the wait for an event. Other warnings are passed
+    on when the block ends.
     """
     found: list[str] = []
     others: list[warnings.WarningMessage] = []

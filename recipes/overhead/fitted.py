@@ -53,7 +53,9 @@ class Clock(pl.Callback):
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         wait_for(self._device)
         if batch_idx == WARM_UP - 1:
             self.start = time.perf_counter()
@@ -63,7 +65,9 @@ class Clock(pl.Callback):
 class Fitted:
     """Fits with DeterminismCallback at a level, or without it; each is a new run."""
 
-    def __init__(self, workload: Workload, optimizer: torch.optim.Optimizer, level: str | None, folder: Path) -> None:
+    def __init__(
+        self, workload: Workload, optimizer: torch.optim.Optimizer, level: str | None, folder: Path
+    ) -> None:
         self._workload, self._level, self._folder = workload, level, folder
         self._module, self._numbers = Module(workload, optimizer), count()
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -77,12 +81,18 @@ class Fitted:
         callbacks: list[pl.Callback] = [clock]
         if self._level is not None:
             run = self._folder / str(next(self._numbers))
-            callbacks.insert(0, DeterminismCallback(run, mode="record", level=self._level, log_metrics=False))
-        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+            callbacks.insert(
+                0, DeterminismCallback(run, mode="record", level=self._level, log_metrics=False)
+            )
+        quiet = dict.fromkeys(
+            ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+        )
         kind = "cpu" if device.type == "cpu" else "gpu"
         with redirect_stdout(StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # advice on how to train faster
-            trainer = pl.Trainer(max_epochs=1, accelerator=kind, devices=1, callbacks=callbacks, **quiet)
+            trainer = pl.Trainer(
+                max_epochs=1, accelerator=kind, devices=1, callbacks=callbacks, **quiet
+            )
             batches = Batches(self._workload, first - WARM_UP, WARM_UP + num_steps)
             trainer.fit(self._module, torch.utils.data.DataLoader(batches, batch_size=None))
         return (clock.end - clock.start) / num_steps

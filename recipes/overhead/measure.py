@@ -1,4 +1,6 @@
-"""Time, memory, disk and synchronisations of training steps: plain, and with something that watches every op."""
+"""Time, memory, disk and synchronisations of training steps: plain,
+and with something that watches every op.
+"""
 
 import gc
 import json
@@ -14,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.tensor  # DebugMode imports it; here, so that every process has it and memory can be compared
+
+# DebugMode imports it; here, so that every process has it and memory can be compared
+import torch.distributed.tensor
 from device import counted_synchronizations, torch_device, wait_for
 from fitted import Fitted
 from memory import resident_mib
@@ -25,10 +29,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 LEVELS = ("state", "module", "op")
 VARIANTS = ("plain", "empty mode", *LEVELS, "DebugMode hash_tensor", "DebugMode norm")
-# What a user writes, with all that a run does besides: a TrainingRun, and DeterminismCallback in a Trainer.
+# What a user writes, with all that a run does besides: a TrainingRun,
+# and DeterminismCallback in a Trainer.
 LOOPS = {f"loop {level}": level for level in LEVELS}
-FITTED: dict[str, str | None] = {"trainer": None, **{f"callback {level}": level for level in LEVELS}}
-ADAMW = {"plain": {"foreach": False, "fused": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+FITTED: dict[str, str | None] = {
+    "trainer": None,
+    **{f"callback {level}": level for level in LEVELS},
+}
+ADAMW = {
+    "plain": {"foreach": False, "fused": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
 OPTIMIZERS = (*ADAMW, "lbfgs")
 
 
@@ -61,7 +73,9 @@ class Case:
     is_tiny: bool = False
 
     def workload(self) -> Workload:
-        return make_workload(self.network, self.compiler, device=torch_device(self.device), is_tiny=self.is_tiny)
+        return make_workload(
+            self.network, self.compiler, device=torch_device(self.device), is_tiny=self.is_tiny
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +115,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """Seconds a step of one variant, one entry a round, and those of plain steps in the same rounds."""
+    """Seconds a step of one variant, one entry a round, and those of plain
+    steps in the same rounds.
+    """
 
     seconds: list[float]
     plain: list[float]
@@ -113,11 +129,15 @@ class Times:
     @property
     def ratio(self) -> float:
         """Median over the rounds of the ratio to plain: a noisy moment hits both sides of it."""
-        return statistics.median(ours / plain for ours, plain in zip(self.seconds, self.plain, strict=True))
+        return statistics.median(
+            ours / plain for ours, plain in zip(self.seconds, self.plain, strict=True)
+        )
 
 
 def debug_mode(digest: str) -> AbstractContextManager[Any]:
-    """Return a DebugMode that digests outputs; a new one a step, as it keeps all that it has seen."""
+    """Return a DebugMode that digests outputs; a new one a step,
+    as it keeps all that it has seen.
+    """
     stack = ExitStack()
     stack.enter_context(DebugMode())
     stack.enter_context(DebugMode.log_tensor_hashes(hash_fn=digest))
@@ -125,9 +145,13 @@ def debug_mode(digest: str) -> AbstractContextManager[Any]:
 
 
 def make_optimizer(workload: Workload, name: str) -> torch.optim.Optimizer:
-    """Return one of OPTIMIZERS; L-BFGS evaluates the network some 30 times in an update, another number each time."""
+    """Return one of OPTIMIZERS; L-BFGS evaluates the network some 30 times in an update,
+    another number each time.
+    """
     if name == "lbfgs":
-        return torch.optim.LBFGS(workload.model.parameters(), lr=0.1, max_iter=20, line_search_fn="strong_wolfe")
+        return torch.optim.LBFGS(
+            workload.model.parameters(), lr=0.1, max_iter=20, line_search_fn="strong_wolfe"
+        )
     return torch.optim.AdamW(workload.model.parameters(), lr=1e-4, **ADAMW[name])
 
 
@@ -139,7 +163,11 @@ def make_steps(
     All variants train the same network: none of them changes a bit of it.
     """
     update = make_optimizer(workload, optimizer)
-    recorders = {variant: Ours(workload, update, variant, root / variant) for variant in variants if variant in LEVELS}
+    recorders = {
+        variant: Ours(workload, update, variant, root / variant)
+        for variant in variants
+        if variant in LEVELS
+    }
     contexts: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         "plain": nullcontext,
         "empty mode": EmptyMode,
@@ -178,11 +206,13 @@ def make_steps(
 def measure_time(
     case: Case, variants: Sequence[str], *, rounds: int, num_steps: int, warm_up: int = 3
 ) -> dict[str, Times]:
-    """Return the times of each variant, measured in turns; each step ends with a wait for the device.
+    """Return the times of each variant, measured in turns; each step ends
+    with a wait for the device.
 
-    In each round every variant trains the same steps, one variant after the other, and the next round begins with
-    the next variant. The ``warm_up`` steps of each variant come first and do not count: the optimizer makes its state
-    in the first of them, Triton compiles, and a recording finds its program in the second.
+    In each round every variant trains the same steps, one variant after the other, and the next
+    round begins with the next variant. The ``warm_up`` steps of each variant come first and do not
+    count: the optimizer makes its state in the first of them, Triton compiles, and a recording
+    finds its program in the second.
     """
     seconds: dict[str, list[float]] = {variant: [] for variant in variants}
     workload = case.workload()
@@ -198,16 +228,20 @@ def measure_time(
                 seconds[variant].append(steps[variant].seconds(first, num_steps, device))
         for ours in recorders.values():
             ours.close()
-    return {variant: Times(seconds=taken, plain=seconds["plain"]) for variant, taken in seconds.items()}
+    return {
+        variant: Times(seconds=taken, plain=seconds["plain"]) for variant, taken in seconds.items()
+    }
 
 
 def measure_memory(case: Case, variant: str, num_steps: int) -> dict[str, Any]:
-    """Return what a process that trains this variant alone takes in memory and on disk, and what of it waits.
+    """Return what a process that trains this variant alone takes in memory and on disk,
+    and what of it waits.
 
-    ``peak_growth_mib`` is how far the peak of resident memory rises above what the process had with the network made
-    and no step trained; ``device_peak_growth_mib`` likewise of what is allocated on a CUDA device.
-    ``synchronizations`` are counted there in steps that come after: for each, those while it trains and those at its
-    end. ``enqueue_seconds`` are those of the host until a step's work is given to the device.
+    ``peak_growth_mib`` is how far the peak of resident memory rises above what the process had with
+    the network made and no step trained; ``device_peak_growth_mib`` likewise of what is allocated
+    on a CUDA device. ``synchronizations`` are counted there in steps that come after: for each,
+    those while it trains and those at its end. ``enqueue_seconds`` are those of the host until a
+    step's work is given to the device.
     """
     workload = case.workload()
     is_on_cuda = workload.device.type == "cuda"
@@ -228,11 +262,13 @@ def measure_memory(case: Case, variant: str, num_steps: int) -> dict[str, Any]:
             peak = torch.cuda.max_memory_allocated(workload.device)
             result["device_peak_growth_mib"] = (peak - device_before) / 2**20
             result["synchronizations"] = [
-                count_synchronizations(step, number) for number in range(num_steps, num_steps + COUNTED_STEPS)
+                count_synchronizations(step, number)
+                for number in range(num_steps, num_steps + COUNTED_STEPS)
             ]
         first = num_steps + COUNTED_STEPS
         result["enqueue_seconds"] = statistics.median(
-            enqueue_seconds(step, number, workload.device) for number in range(first, first + COUNTED_STEPS)
+            enqueue_seconds(step, number, workload.device)
+            for number in range(first, first + COUNTED_STEPS)
         )
         for ours in recorders.values():
             ours.close()
@@ -250,7 +286,9 @@ def count_synchronizations(step: Step, number: int) -> dict[str, int]:
 
 
 def enqueue_seconds(step: Step, number: int, device: torch.device) -> float:
-    """Return how long the host takes to train a step, without a wait for the device, or for its end."""
+    """Return how long the host takes to train a step, without a wait for
+    the device, or for its end.
+    """
     wait_for(device)
     start = time.perf_counter()
     step.train(number)
@@ -261,7 +299,8 @@ def enqueue_seconds(step: Step, number: int, device: torch.device) -> float:
 
 def measure_memory_apart(case: Case, variant: str, num_steps: int) -> dict[str, Any]:
     """Return ``measure_memory`` of a new process."""
-    if case.device == "cuda":  # what the timed steps left is given back, for the new process to have it
+    # what the timed steps left is given back, for the new process to have it
+    if case.device == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
     command = [sys.executable, __file__, json.dumps(asdict(case)), variant, str(num_steps)]
@@ -271,4 +310,6 @@ def measure_memory_apart(case: Case, variant: str, num_steps: int) -> dict[str, 
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure_memory(Case(**json.loads(sys.argv[1])), sys.argv[2], int(sys.argv[3]))))
+    print(
+        json.dumps(measure_memory(Case(**json.loads(sys.argv[1])), sys.argv[2], int(sys.argv[3])))
+    )

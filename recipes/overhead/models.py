@@ -21,7 +21,9 @@ class MLP(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+        self.layers = nn.Sequential(
+            nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
+        )
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.layers(inputs)
@@ -43,7 +45,8 @@ class Block(nn.Module):
         batch, length, width = x.shape
         parts = self.qkv(self.norm1(x)).split(width, dim=2)
         query, key, value = (
-            part.view(batch, length, self.heads, width // self.heads).transpose(1, 2) for part in parts
+            part.view(batch, length, self.heads, width // self.heads).transpose(1, 2)
+            for part in parts
         )
         attended = scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.project(attended.transpose(1, 2).reshape(batch, length, width))
@@ -73,19 +76,30 @@ class Transformer(nn.Module):
         self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.tokens(tokens) + self.positions(
+            torch.arange(tokens.shape[1], device=tokens.device)
+        )
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
 
 
 class GPT2(Transformer):
-    """GPT-2 of 124M parameters: 12 layers, 768 wide, 12 heads, a context of 1,024; without dropout."""
+    """GPT-2 of 124M parameters: 12 layers, 768 wide, 12 heads, a context of 1,024;
+    without dropout.
+    """
 
     def __init__(
-        self, width: int = 768, layers: int = 12, heads: int = 12, vocabulary: int = 50_257, context: int = 1024
+        self,
+        width: int = 768,
+        layers: int = 12,
+        heads: int = 12,
+        vocabulary: int = 50_257,
+        context: int = 1024,
     ) -> None:
-        super().__init__(width, layers, heads, vocabulary=vocabulary, context=context, approximate="tanh")
+        super().__init__(
+            width, layers, heads, vocabulary=vocabulary, context=context, approximate="tanh"
+        )
 
 
 class ResidualBlock(nn.Module):
@@ -98,7 +112,9 @@ class ResidualBlock(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or width_in != width:
-            self.shortcut = nn.Sequential(nn.Conv2d(width_in, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(width_in, width, 1, stride, bias=False), nn.BatchNorm2d(width)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm2(self.conv2(self.relu(self.norm1(self.conv1(x)))))
@@ -111,7 +127,10 @@ class ResNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Sequential(
-            nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)
+            nn.Conv2d(3, 64, 7, 2, 3, bias=False),
+            nn.BatchNorm2d(64),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(3, 2, 1),
         )
         widths = [(64, 64, 1), (64, 64, 1), (64, 128, 2), (128, 128, 1)]
         widths += [(128, 256, 2), (256, 256, 1), (256, 512, 2), (512, 512, 1)]
@@ -145,9 +164,13 @@ class Bottleneck(nn.Module):
 
 
 class ResNet50(nn.Module):
-    """A residual network of 50 layers and 25.6M parameters: bottlenecks in stages of 3, 4, 6 and 3."""
+    """A residual network of 50 layers and 25.6M parameters: bottlenecks in stages of 3, 4,
+    6 and 3.
+    """
 
-    def __init__(self, width: int = 64, stages: tuple[int, ...] = (3, 4, 6, 3), classes: int = 1000) -> None:
+    def __init__(
+        self, width: int = 64, stages: tuple[int, ...] = (3, 4, 6, 3), classes: int = 1000
+    ) -> None:
         super().__init__()
         self.stem = nn.Sequential(
             nn.Conv2d(3, width, 7, 2, 3, bias=False),
@@ -172,18 +195,27 @@ class ResNet50(nn.Module):
 class SkippedBlock(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 2 * width),
+            nn.Linear(2 * width, width),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(self.up(self.norm(x)).relu())
 
 
 class Blocks(nn.Module):
-    """16 residual blocks, 64 wide; a step may take other ones than the step before, as with LayerDrop."""
+    """16 residual blocks, 64 wide; a step may take other ones than the step
+    before, as with LayerDrop.
+    """
 
     def __init__(self, width: int = 64, num_blocks: int = 16) -> None:
         super().__init__()
-        self.blocks, self.head = nn.ModuleList(SkippedBlock(width) for _ in range(num_blocks)), nn.Linear(width, 10)
+        self.blocks, self.head = (
+            nn.ModuleList(SkippedBlock(width) for _ in range(num_blocks)),
+            nn.Linear(width, 10),
+        )
         self.taken = [True] * num_blocks
 
     def forward(self, x: Tensor) -> Tensor:
@@ -195,7 +227,9 @@ class Blocks(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A network and its training: ``batch(step)`` is the same in every variant, ``loss(batch)`` the forward pass."""
+    """A network and its training: ``batch(step)`` is the same in every variant,
+    ``loss(batch)`` the forward pass.
+    """
 
     model: nn.Module
     batch: Callable[[int], tuple[Tensor, Tensor]]
@@ -228,12 +262,14 @@ def train_once(
 def make_workload(
     name: str, compiler: str | None = None, *, device: torch.device = CPU, is_tiny: bool = False
 ) -> Workload:
-    """Return one of NETWORKS, with weights and data from fixed seeds, compiled by a backend of torch.compile's.
+    """Return one of NETWORKS, with weights and data from fixed seeds,
+    compiled by a backend of torch.compile's.
 
     Args:
         name: of the network.
         compiler: None for eager.
-        device: where it trains. Weights and data are made on the CPU, and are the same on every device.
+        device: where it trains. Weights and data are made on the CPU,
+            and are the same on every device.
         is_tiny: those of MIXED_NETWORKS, and blocks, in a size that any machine trains in a moment.
     """
     torch.manual_seed(0)
@@ -257,7 +293,8 @@ def make_workload(
             if name == "layerdrop":
                 draw = random.Random(step)  # the same blocks in every variant
                 model.taken = [draw.random() < 0.5 for _ in model.blocks]
-            rows = slice(64 * (step % 32), 64 * (step % 32) + 64)  # other ones each time, or L-BFGS converges
+            # other ones each time, or L-BFGS converges
+            rows = slice(64 * (step % 32), 64 * (step % 32) + 64)
             return examples[0][rows], examples[1][rows]
         if name != "transformer-random-length":
             return examples
@@ -265,7 +302,9 @@ def make_workload(
         return examples[0][:, :length].contiguous(), examples[1][:, :length].contiguous()
 
     def precision() -> AbstractContextManager[Any]:
-        return torch.autocast(device.type, torch.bfloat16) if name in MIXED_NETWORKS else nullcontext()
+        return (
+            torch.autocast(device.type, torch.bfloat16) if name in MIXED_NETWORKS else nullcontext()
+        )
 
     def loss(batch: tuple[Tensor, Tensor]) -> Tensor:
         with precision():
@@ -311,7 +350,10 @@ _CLASSES: dict[str, Callable[[], nn.Module]] = {
     "blocks": Blocks,
     "layerdrop": Blocks,
 }
-_MIXED: dict[str, Callable[[bool], tuple[nn.Module, tuple[Tensor, Tensor]]]] = {"gpt2": _gpt2, "resnet50": _resnet50}
+_MIXED: dict[str, Callable[[bool], tuple[nn.Module, tuple[Tensor, Tensor]]]] = {
+    "gpt2": _gpt2,
+    "resnet50": _resnet50,
+}
 FLOAT32_NETWORKS = (*_CLASSES, *TINY)
 MIXED_NETWORKS = tuple(_MIXED)
 """Those that train in automatic mixed precision with bfloat16, in the sizes that a GPU trains."""

@@ -1,4 +1,6 @@
-"""What det_callbacks does in a training step, without a Trainer: a trace written to a folder, and a TrainingRun."""
+"""What det_callbacks does in a training step, without a Trainer: a trace written to a
+folder, and a TrainingRun.
+"""
 
 from contextlib import redirect_stdout
 from io import StringIO
@@ -22,12 +24,16 @@ class Ours:
         folder: where the run is written.
     """
 
-    def __init__(self, workload: Workload, optimizer: torch.optim.Optimizer, level: str, folder: Path) -> None:
+    def __init__(
+        self, workload: Workload, optimizer: torch.optim.Optimizer, level: str, folder: Path
+    ) -> None:
         self.folder = folder
         self.num_steps = 0
         self._mode = HashMode(workload.model, level=level)
         self._mode.optimizers = [optimizer]
-        self._writer = RunWriter.create(folder, manifest={"selection": {"level": level}, "environment": {}})
+        self._writer = RunWriter.create(
+            folder, manifest={"selection": {"level": level}, "environment": {}}
+        )
         REPLACED.follow(self)  # as a run does from its start to its end, so that no step has to
 
     def start_step(self, batch: object) -> None:
@@ -54,7 +60,9 @@ class Ours:
         REPLACED.unfollow(self)
 
     def figures(self) -> dict[str, float]:
-        """Return what the last step consisted of, and what all but the first take on disk; call it when closed."""
+        """Return what the last step consisted of, and what all but the first take on disk;
+        call it when closed.
+        """
         trace = self._mode.trace
         assert trace is not None
         return {
@@ -63,20 +71,27 @@ class Ours:
             "bytes_a_step": self._bytes_of_others // max(self.num_steps - 1, 1),
             "num_programs": len(list(self.folder.glob("programs/*.parquet"))),
             "num_layouts": len(list(self.folder.glob("layouts/*.parquet"))),
-            "bytes_of_programs_and_layouts": sum(file.stat().st_size for file in self.folder.glob("*/*.parquet")),
+            "bytes_of_programs_and_layouts": sum(
+                file.stat().st_size for file in self.folder.glob("*/*.parquet")
+            ),
         }
 
 
 class Loop:
-    """A TrainingRun, with all that it does beside what ``Ours`` does; ``open`` it around steps in a row.
+    """A TrainingRun, with all that it does beside what ``Ours`` does;
+    ``open`` it around steps in a row.
 
-    A process has one run at a time, and each time that it is opened the first steps find their program anew. So these
-    are trained by ``open``.
+    A process has one run at a time, and each time that it is opened the first steps find their
+    program anew. So these are trained by ``open``.
     """
 
-    def __init__(self, workload: Workload, optimizer: torch.optim.Optimizer, level: str, folder: Path) -> None:
+    def __init__(
+        self, workload: Workload, optimizer: torch.optim.Optimizer, level: str, folder: Path
+    ) -> None:
         self._workload, self._optimizer = workload, optimizer
-        self._run = TrainingRun(folder, mode="record", level=level, model=workload.model, optimizers=optimizer)
+        self._run = TrainingRun(
+            folder, mode="record", level=level, model=workload.model, optimizers=optimizer
+        )
 
     def open(self) -> None:
         self._run.__enter__()

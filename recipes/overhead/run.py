@@ -1,4 +1,5 @@
-"""Print what recording costs: time of a training step as a ratio to plain, and how fast digests are against a copy.
+"""Print what recording costs: time of a training step as a ratio to plain,
+and how fast digests are against a copy.
 
 With --memory-steps also the peak of memory, bytes on disk, and how often a step waits for a GPU.
 """
@@ -20,13 +21,21 @@ from models import FLOAT32_NETWORKS, MIXED_NETWORKS, NETWORKS
 from tables import print_case, print_digests, print_summary
 from tiny import TINY
 
-from det_callbacks.digest.device.triton_digest import device_choice
+from det_callbacks.digest.triton_digest import device_choice
 
 # Steps that each variant trains in a round: enough to be timed, few enough to take turns often.
-STEPS = {"mlp": 50, "transformer": 1, "resnet": 2, "transformer-random-length": 2, "gpt2": 1, "resnet50": 1}
+STEPS = {
+    "mlp": 50,
+    "transformer": 1,
+    "resnet": 2,
+    "transformer-random-length": 2,
+    "gpt2": 1,
+    "resnet50": 1,
+}
 STEPS |= {"blocks": 10, "layerdrop": 10} | dict.fromkeys(TINY, 20)
 
-# What --all takes: the networks of the device, and steps that vary beside the same ones that do not.
+# What --all takes: the networks of the device, and steps that vary beside
+# the same ones that do not.
 VARYING = ("blocks", "layerdrop")
 SIZES_OF_ALL_KIB = (1, 256, 16_384)  # on the CPU
 
@@ -40,18 +49,25 @@ def positive(text: str) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="default: %(default)s")
+    parser.add_argument(
+        "--device", default="cpu", choices=("cpu", "cuda"), help="default: %(default)s"
+    )
     parser.add_argument(
         "--all",
         action="store_true",
-        help="all that a machine has to tell: networks of its kind, steps that vary, memory, waits, digests against "
-        "copies, and a table of all; what other options choose is as they say",
+        help=(
+            "all that a machine has to tell: networks of its kind, steps that vary, memory, waits, "
+            "digests against copies, and a table of all; what other options choose is as they say"
+        ),
     )
     parser.add_argument(
         "--networks",
         nargs="*",
         choices=NETWORKS,
-        help=f"none given: no network; default: on cuda {' '.join(MIXED_NETWORKS)}, else {FLOAT32_NETWORKS[0]}",
+        help=(
+            f"none given: no network; default: on cuda {' '.join(MIXED_NETWORKS)}, else "
+            f"{FLOAT32_NETWORKS[0]}"
+        ),
     )
     parser.add_argument(
         "--optimizers",
@@ -66,46 +82,68 @@ def make_parser() -> argparse.ArgumentParser:
         choices=[*VARIANTS, *LOOPS, *FITTED],
         help="default: all but those of loops and Trainers",
     )
-    parser.add_argument("--rounds", type=positive, default=7, help="turns of all variants; default: %(default)s")
-    parser.add_argument("--steps", type=positive, help="steps of a variant in a round; default: 1 to 50 by network")
+    parser.add_argument(
+        "--rounds", type=positive, default=7, help="turns of all variants; default: %(default)s"
+    )
+    parser.add_argument(
+        "--steps", type=positive, help="steps of a variant in a round; default: 1 to 50 by network"
+    )
     parser.add_argument(
         "--memory-steps",
         type=int,
-        help="steps for memory, disk and, on cuda, synchronisations, 0 for none; default: with --all 4, else 0",
+        help=(
+            "steps for memory, disk and, on cuda, synchronisations, 0 for none; default: with "
+            "--all 4, else 0"
+        ),
     )
-    parser.add_argument("--compile", metavar="BACKEND", help="compile the networks, all variants: inductor, aot_eager")
     parser.add_argument(
-        "--tiny", action="store_true", help=f"{' and '.join(MIXED_NETWORKS)} so small that any machine trains them"
+        "--compile",
+        metavar="BACKEND",
+        help="compile the networks, all variants: inductor, aot_eager",
+    )
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help=f"{' and '.join(MIXED_NETWORKS)} so small that any machine trains them",
     )
     parser.add_argument(
         "--sizes",
         nargs="*",
         type=positive,
         metavar="KIB",
-        help="digest tensors of so many KiB; none given: no digests; default: on cuda 1 KiB to 1 GiB, else none",
+        help=(
+            "digest tensors of so many KiB; none given: no digests; default: on cuda 1 KiB to 1 "
+            "GiB, else none"
+        ),
     )
     parser.add_argument("--json", type=Path, help="also write all figures to this file")
     return parser
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Return the options, with the defaults of the device; ends with status 2 where it is not there."""
+    """Return the options, with the defaults of the device; ends with
+    status 2 where it is not there.
+    """
     parser = make_parser()
     options = parser.parse_args(arguments)
     is_on_cuda = options.device == "cuda"
     if is_on_cuda and not torch.cuda.is_available():
         parser.exit(
             2,
-            f"{parser.prog}: --device cuda: torch {torch.__version__} finds no CUDA device here, so nothing was "
-            "measured. A GPU needs its driver and a build of torch with CUDA; --device cpu works without.\n",
+            f"{parser.prog}: --device cuda: torch {torch.__version__} finds no CUDA device here, "
+            "so nothing was measured. A GPU needs its driver and a build of torch with CUDA; "
+            "--device cpu works without.\n",
         )
     if options.networks is None:
-        options.networks = list(MIXED_NETWORKS if is_on_cuda else FLOAT32_NETWORKS[: 3 if options.all else 1])
+        options.networks = list(
+            MIXED_NETWORKS if is_on_cuda else FLOAT32_NETWORKS[: 3 if options.all else 1]
+        )
         options.networks += VARYING if options.all else ()
     if options.memory_steps is None:
         options.memory_steps = 4 if options.all else 0
     if options.optimizers is None:
-        options.optimizers = ["foreach" if is_on_cuda else "plain"]  # what torch takes by itself on that device
+        # what torch takes by itself on that device
+        options.optimizers = ["foreach" if is_on_cuda else "plain"]
     if options.sizes is None:
         options.sizes = list(SIZES_KIB if is_on_cuda else SIZES_OF_ALL_KIB if options.all else ())
     return options
@@ -140,10 +178,22 @@ def measure_case(case: Case, variants: list[str], options: argparse.Namespace) -
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     device = torch_device(options.device)
-    variants = ["plain", *(one for one in (*VARIANTS, *LOOPS, *FITTED) if one in options.variants and one != "plain")]
+    variants = [
+        "plain",
+        *(
+            one
+            for one in (*VARIANTS, *LOOPS, *FITTED)
+            if one in options.variants and one != "plain"
+        ),
+    ]
     machine = describe_machine(device)
-    print(", ".join(f"{name} {value}" for name, value in machine.items()) + f"; median of {options.rounds} rounds")
-    digests = [measure_bandwidth(device, size * 1024, rounds=options.rounds) for size in options.sizes]
+    print(
+        ", ".join(f"{name} {value}" for name, value in machine.items())
+        + f"; median of {options.rounds} rounds"
+    )
+    digests = [
+        measure_bandwidth(device, size * 1024, rounds=options.rounds) for size in options.sizes
+    ]
     if digests:
         print_digests(digests)
     trained = [*product(options.networks, options.optimizers)]

@@ -41,13 +41,15 @@ def print_case(case: dict[str, Any]) -> None:
     once = variants.get("op", {})
     if "num_layouts" in once:
         print(
-            f"programs and layouts of level op, kept once: {once['num_programs']} and {once['num_layouts']}, "
-            f"{once['bytes_of_programs_and_layouts'] / 1e6:.2f} MB"
+            f"programs and layouts of level op, kept once: {once['num_programs']} and "
+            f"{once['num_layouts']}, {once['bytes_of_programs_and_layouts'] / 1e6:.2f} MB"
         )
 
 
 def _cells(figures: dict[str, Any], plain: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    cells: dict[str, tuple[str, ...]] = {"time": (f"{figures['median_seconds'] * 1e3:.2f}", f"{figures['ratio']:.2f}")}
+    cells: dict[str, tuple[str, ...]] = {
+        "time": (f"{figures['median_seconds'] * 1e3:.2f}", f"{figures['ratio']:.2f}")
+    }
     for kind, name in (("host", "peak_growth_mib"), ("device", "device_peak_growth_mib")):
         if name in figures:
             cells[kind] = (f"{figures[name]:.0f}", f"{figures[name] - plain[name]:.0f}")
@@ -55,14 +57,24 @@ def _cells(figures: dict[str, Any], plain: dict[str, Any]) -> dict[str, tuple[st
         last = figures["synchronizations"][-1]
         cells["device"] += (f"{last['inside']:,}", f"{last['at_end']:,}")
     if "sites" in figures:
-        cells["trace"] = (f"{figures['ops']:,}", f"{figures['sites']:,}", f"{figures['bytes_a_step']:,}")
+        cells["trace"] = (
+            f"{figures['ops']:,}",
+            f"{figures['sites']:,}",
+            f"{figures['bytes_a_step']:,}",
+        )
     return cells
 
 
 def print_summary(cases: list[dict[str, Any]]) -> None:
-    """Print a row for each network: the ratio of each level to plain, what op costs the host, and its waits."""
+    """Print a row for each network: the ratio of each level to plain, what op
+    costs the host, and its waits.
+    """
     levels = [level for level in ("state", "module", "op") if level in cases[0]["variants"]]
-    print("\nall networks: ratio to plain; of level op what an op adds on the host, and its waits for the device")
+    print(
+        "\n"
+        "all networks: ratio to plain; of level op what an op adds on the host, and its waits for "
+        "the device"
+    )
     print(" " * 32 + _row([*levels, "us an op", "syncs", "at end", "programs"]))
     for case in cases:
         variants = case["variants"]
@@ -72,7 +84,10 @@ def print_summary(cases: list[dict[str, Any]]) -> None:
             added = op["enqueue_seconds"] - variants["plain"]["enqueue_seconds"]
             cells.append(f"{added / op['ops'] * 1e6:.1f}")
             waits = op.get("synchronizations", [])
-            cells += [str(max(one[place] for one in waits)) if waits else "-" for place in ("inside", "at_end")]
+            cells += [
+                str(max(one[place] for one in waits)) if waits else "-"
+                for place in ("inside", "at_end")
+            ]
             cells.append(str(op["num_programs"]))
         print(f"{case['network'] + ', ' + case['optimizer']:32}{_row(cells)}")
     print("syncs: while a step trains, 0 is what it should be; on the CPU there are none to count")
@@ -86,10 +101,19 @@ def print_digests(measured: list[Bandwidth]) -> None:
         figures = one.figures()
         enqueue = "" if one.enqueue is None else f"{one.enqueue * 1e6:.1f}"
         cells = [_size(one.num_bytes), f"{one.copy * 1e6:.1f}", f"{one.digest * 1e6:.1f}"]
-        cells += [f"{figures['time_ratio']:.2f}", f"{figures['copy_bytes_moved_per_second'] / 1e9:.1f}"]
-        cells += [f"{figures['digest_bytes_moved_per_second'] / 1e9:.1f}", f"{figures['bandwidth_ratio']:.2f}"]
+        cells += [
+            f"{figures['time_ratio']:.2f}",
+            f"{figures['copy_bytes_moved_per_second'] / 1e9:.1f}",
+        ]
+        cells += [
+            f"{figures['digest_bytes_moved_per_second'] / 1e9:.1f}",
+            f"{figures['bandwidth_ratio']:.2f}",
+        ]
         print(_row([*cells, enqueue, f"{one.fetched * 1e6:.1f}"]))
-    print("x copy: time; GB/s and share: bytes moved, by a copy twice the size (read, written), by a digest once")
+    print(
+        "x copy: time; GB/s and share: bytes moved, by a copy twice the size (read, written), by a "
+        "digest once"
+    )
 
 
 def _size(num_bytes: int) -> str:

@@ -19,14 +19,19 @@ class Recurrent(nn.Module):
 
     def __init__(self, kind: type[nn.RNNBase]) -> None:
         super().__init__()
-        self.layers, self.head = kind(WIDTH, WIDTH, num_layers=2, batch_first=True), nn.Linear(WIDTH, CLASSES)
+        self.layers, self.head = (
+            kind(WIDTH, WIDTH, num_layers=2, batch_first=True),
+            nn.Linear(WIDTH, CLASSES),
+        )
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.head(self.layers(inputs)[0][:, -1])
 
 
 class Encoder(nn.Module):
-    """A transformer of torch's own layers, with dropout; with ``is_causal`` it predicts a class at each place."""
+    """A transformer of torch's own layers, with dropout; with ``is_causal`` it
+    predicts a class at each place.
+    """
 
     def __init__(self, *, is_causal: bool) -> None:
         super().__init__()
@@ -74,7 +79,10 @@ class Hourglass(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.start, self.down = nn.Conv2d(3, WIDTH, 3, padding=1), nn.Conv2d(WIDTH, WIDTH, 3, 2, 1)
-        self.up, self.head = nn.ConvTranspose2d(WIDTH, WIDTH, 2, 2), nn.Conv2d(2 * WIDTH, CLASSES, 1)
+        self.up, self.head = (
+            nn.ConvTranspose2d(WIDTH, WIDTH, 2, 2),
+            nn.Conv2d(2 * WIDTH, CLASSES, 1),
+        )
 
     def forward(self, images: Tensor) -> Tensor:
         wide = self.start(images).relu()
@@ -98,7 +106,10 @@ TINY: dict[str, Callable[[], Made]] = {
     "tiny-lstm": lambda: (Recurrent(nn.LSTM), (torch.randn(BATCH, LENGTH, WIDTH), labels(BATCH))),
     "tiny-gru": lambda: (Recurrent(nn.GRU), (torch.randn(BATCH, LENGTH, WIDTH), labels(BATCH))),
     "tiny-encoder": lambda: (Encoder(is_causal=False), (labels(BATCH, LENGTH), labels(BATCH))),
-    "tiny-decoder": lambda: (Encoder(is_causal=True), (labels(BATCH, LENGTH), labels(BATCH, LENGTH))),
+    "tiny-decoder": lambda: (
+        Encoder(is_causal=True),
+        (labels(BATCH, LENGTH), labels(BATCH, LENGTH)),
+    ),
     "tiny-translator": lambda: (Translator(), (labels(BATCH, LENGTH), labels(BATCH, LENGTH))),
     "tiny-vae": lambda: (Sampler(), (torch.randn(BATCH, WIDTH), labels(BATCH))),
     "tiny-unet": lambda: (Hourglass(), (torch.randn(BATCH, 3, 8, 8), labels(BATCH, 8, 8))),

@@ -22,10 +22,12 @@ TEXT = Path(logging.__file__).read_text(encoding="utf-8")[:6000]  # a text that 
 
 @library.custom_op("recipe::racing_sum", mutates_args=())
 def racing_sum(values: Tensor, num_threads: int, is_forced: bool) -> Tensor:
-    """Sum (batch, context, width) over context: each thread adds its part to the total when it gets there.
+    """Sum (batch, context, width) over context: each thread adds its part to the
+    total when it gets there.
 
-    Floating-point addition depends on the order, so the last bits differ from run to run. ``is_forced`` makes sure of
-    that with ``os.urandom``, since the threads of an idle machine may well arrive in the same order for a while.
+    Floating-point addition depends on the order, so the last bits differ from run to run.
+    ``is_forced`` makes sure of that with ``os.urandom``, since the threads of an idle machine may
+    well arrive in the same order for a while.
     """
     if values.is_cuda:  # atomic additions: the race of a GPU
         index = torch.zeros(values.shape[1], dtype=torch.int64, device=values.device)
@@ -40,7 +42,10 @@ def racing_sum(values: Tensor, num_threads: int, is_forced: bool) -> Tensor:
         with lock:
             total.add_(summed)
 
-    threads = [threading.Thread(target=add, args=(part,)) for part in values.detach().chunk(num_threads, dim=1)]
+    threads = [
+        threading.Thread(target=add, args=(part,))
+        for part in values.detach().chunk(num_threads, dim=1)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -89,7 +94,9 @@ class Characters(pl.LightningModule):
 def make_loader(batch_size: int) -> DataLoader[Any]:
     codes = torch.tensor([ord(character) % 128 for character in TEXT])
     windows = codes.unfold(0, CONTEXT + 1, 3)
-    return DataLoader(TensorDataset(windows[:, :-1], windows[:, -1]), batch_size=batch_size, shuffle=True)
+    return DataLoader(
+        TensorDataset(windows[:, :-1], windows[:, -1]), batch_size=batch_size, shuffle=True
+    )
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")

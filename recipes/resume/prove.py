@@ -1,4 +1,7 @@
-"""Is a resumed training the training that was interrupted? Three trainings, compared bit for bit, say so."""
+"""Is a resumed training the training that was interrupted?
+
+Three trainings, compared bit for bit, say so.
+"""
 
 import logging
 import sys
@@ -36,7 +39,10 @@ def main(config: DictConfig) -> None:
         raise SystemExit(verdict.exit_code)
     print(f"{verdict.verdict}: {verdict.explanation}")
     if verdict.first_divergence is not None:
-        print(f"cause: {verdict.cause}; first: {verdict.first_divergence.name or verdict.first_divergence.op}")
+        print(
+            f"cause: {verdict.cause}; first: "
+            f"{verdict.first_divergence.name or verdict.first_divergence.op}"
+        )
     raise SystemExit(verdict.exit_code)
 
 

@@ -73,7 +73,9 @@ class DigitsNetwork(pl.LightningModule):
 
 
 class TwoOptimizers(DigitsNetwork):
-    """The same, with manual optimization: the head has an optimizer of its own, and steps every other batch."""
+    """The same, with manual optimization: the head has an optimizer of its own,
+    and steps every other batch.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +107,9 @@ class CharacterModel(pl.LightningModule):
         num_letters = len(set(TEXT))
         self.embed = nn.Embedding(num_letters, 32)
         self.places = nn.Parameter(torch.randn(CONTEXT, 32) * 0.02)
-        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(
+            32, 4, 64, dropout=0.1, batch_first=True, norm_first=True
+        )
         self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(32, num_letters)
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(CONTEXT))

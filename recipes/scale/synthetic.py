@@ -1,4 +1,6 @@
-"""Synthetic runs: as many ranks, steps and sites as one likes, in the format of a recorded run, without a training."""
+"""Synthetic runs: as many ranks, steps and sites as one likes,
+in the format of a recorded run, without a training.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,13 +9,18 @@ from typing import Any
 
 import numpy as np
 
+from det_callbacks.runs.lock import Peers
 from det_callbacks.runs.manifest import read_manifest
-from det_callbacks.runs.peers import Peers
 from det_callbacks.runs.program import Layout, Program, Site, TensorLayout
 from det_callbacks.runs.writer import RunWriter
 
 MANIFEST = {
-    "selection": {"level": "op", "modules": ["*"], "phases": ["forward", "backward", "optimizer"], "every_n_steps": 1},
+    "selection": {
+        "level": "op",
+        "modules": ["*"],
+        "phases": ["forward", "backward", "optimizer"],
+        "every_n_steps": 1,
+    },
     "environment": {},
     "settings": {},
 }
@@ -21,7 +28,12 @@ NUM_LEADING = 2
 """Sites that a step begins with: its batch, and the state of a generator."""
 STEPS_AN_EPOCH = 50
 
-_FORWARD = ("aten.mm.default", "aten.add.Tensor", "aten.gelu.default", "aten.native_layer_norm.default")
+_FORWARD = (
+    "aten.mm.default",
+    "aten.add.Tensor",
+    "aten.gelu.default",
+    "aten.native_layer_norm.default",
+)
 _BACKWARD = (
     "aten.native_layer_norm_backward.default",
     "aten.gelu_backward.default",
@@ -41,8 +53,8 @@ class Difference:
         rank: in which it starts.
         step: likewise.
         site: position in the step.
-        spreads: whether it goes on as in a training: to all later sites of that step, and to all later steps of all
-            ranks, which got its gradients. Otherwise it is one digest.
+        spreads: whether it goes on as in a training: to all later sites of that step, and to all
+            later steps of all ranks, which got its gradients. Otherwise it is one digest.
     """
 
     rank: int
@@ -52,13 +64,31 @@ class Difference:
 
 
 def make_program(num_sites: int) -> Program:
-    """Return the program of a step: a chain of ops in which each reads what the one before it wrote."""
+    """Return the program of a step: a chain of ops in which each reads
+    what the one before it wrote.
+    """
     if num_sites <= NUM_LEADING:
         raise ValueError(f"a step has at least {NUM_LEADING + 1} sites; got {num_sites}")
     sites = [
-        Site(phase="data", module="", op="", occurrence=0, output=0, role="named", subject="tensor", of="batch[0]"),
         Site(
-            phase="rng", module="", op="", occurrence=0, output=0, role="generator", subject="generator", of="torch.cpu"
+            phase="data",
+            module="",
+            op="",
+            occurrence=0,
+            output=0,
+            role="named",
+            subject="tensor",
+            of="batch[0]",
+        ),
+        Site(
+            phase="rng",
+            module="",
+            op="",
+            occurrence=0,
+            output=0,
+            role="generator",
+            subject="generator",
+            of="torch.cpu",
         ),
     ]
     counts: dict[tuple[str, str, str], int] = {}
@@ -79,7 +109,9 @@ def make_program(num_sites: int) -> Program:
                 source=(f"model.py:{100 + position % 40} in forward",),
             )
         )
-    return Program.of(sites, ops_seen=2 * num_sites, ops_digested=num_sites, ops_skipped={"view": num_sites})
+    return Program.of(
+        sites, ops_seen=2 * num_sites, ops_digested=num_sites, ops_skipped={"view": num_sites}
+    )
 
 
 def make_layout(num_sites: int) -> Layout:
@@ -90,7 +122,9 @@ def make_layout(num_sites: int) -> Layout:
 
 
 class OneOf(Peers):
-    """One process after the other, where a real run has all at once: whom it asks says what it says itself."""
+    """One process after the other, where a real run has all at once:
+    whom it asks says what it says itself.
+    """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
@@ -108,7 +142,9 @@ def write_run(
     differences: Sequence[Difference] = (),
     seed: int = 0,
 ) -> int:
-    """Write a run; return its bytes of digests. A run of the same seed and sizes is equal but for its differences.
+    """Write a run; return its bytes of digests.
+
+    A run of the same seed and sizes is equal but for its differences.
 
     Takes about a second for 1 GB of digests on top of writing them, and the memory of one step.
 
@@ -117,9 +153,16 @@ def write_run(
         ValueError: a difference lies outside the run.
     """
     for difference in differences:
-        inside = (difference.rank < num_ranks, difference.step < num_steps, difference.site < num_sites)
+        inside = (
+            difference.rank < num_ranks,
+            difference.step < num_steps,
+            difference.site < num_sites,
+        )
         if not all(inside):
-            raise ValueError(f"{difference} lies outside {num_ranks} ranks x {num_steps} steps x {num_sites} sites")
+            raise ValueError(
+                f"{difference} lies outside {num_ranks} ranks x {num_steps} steps x {num_sites} "
+                "sites"
+            )
     program, layout = make_program(num_sites), make_layout(num_sites)
     for rank in range(num_ranks):
         if rank:
@@ -150,7 +193,9 @@ def _phase_at(place: float) -> tuple[str, tuple[str, ...], float]:
 
 
 def _digests(seed: int, rank: int, step: int, num_sites: int) -> np.ndarray:
-    """Return the digests of a step: each product is another number, since the factor is odd, and looks random."""
+    """Return the digests of a step: each product is another number, since the factor
+    is odd, and looks random.
+    """
     start = np.uint64(((seed * 1_000_003 + rank) * 1_000_003 + step) * num_sites % 2**64)
     with np.errstate(over="ignore"):
         return (np.arange(num_sites, dtype=np.uint64) + start) * np.uint64(0x9E3779B97F4A7C15)

@@ -112,7 +112,9 @@ class Replicated(Training):
 
 
 class MovedAfterWrapping(Replicated):
-    """The model moves to another device after DDP wrapped it, so DDP's hooks are on parameters that nothing uses."""
+    """The model moves to another device after DDP wrapped it,
+    so DDP's hooks are on parameters that nothing uses.
+    """
 
     def build(self) -> None:
         super().build()
@@ -131,7 +133,9 @@ class Unwrapped(Replicated):
 
 
 class LostTransfer(Training):
-    """Gradients are averaged, and from step 6 on what rank 1 receives of one of them is lost: zeros."""
+    """Gradients are averaged, and from step 6 on what rank 1 receives of
+    one of them is lost: zeros.
+    """
 
     world_size = 2
 
@@ -147,7 +151,9 @@ class LostTransfer(Training):
 
 
 class ClippedOnOneRank(LostTransfer):
-    """Each rank has a part of the first layer; the clipping of the shared norms forgets all ranks but the first."""
+    """Each rank has a part of the first layer; the clipping of the shared norms
+    forgets all ranks but the first.
+    """
 
     def build(self) -> None:
         torch.manual_seed(self.rank)
@@ -183,7 +189,9 @@ class EqualWorkers(Training):
                 worker = torch.utils.data.get_worker_info()
                 assert worker is not None
                 own = self.generators.setdefault(worker.id, np.random.default_rng(worker.id))
-                sample = (own if is_fixed else self.shared).standard_normal(FEATURES, dtype=np.float32)
+                sample = (own if is_fixed else self.shared).standard_normal(
+                    FEATURES, dtype=np.float32
+                )
                 return torch.from_numpy(sample), int(sample[:CLASSES].argmax())
 
         is_fixed = self.is_fixed
@@ -210,7 +218,9 @@ class StagesTrained(Training):
 
 
 class SpectralInEval(Training):
-    """A spectrally normalised layer runs in eval mode, which never brings its vectors up to date."""
+    """A spectrally normalised layer runs in eval mode, which never brings its
+    vectors up to date.
+    """
 
     def build(self) -> None:
         nn.utils.spectral_norm(self.net.first)
@@ -238,7 +248,9 @@ class InitialisedTwice(Training):
     def build(self) -> None:
         super().build()
         if not self.is_fixed:
-            self.net.apply(lambda one: one.reset_parameters() if isinstance(one, nn.Linear) else None)
+            self.net.apply(
+                lambda one: one.reset_parameters() if isinstance(one, nn.Linear) else None
+            )
 
 
 class GeneratesTooMuch(Training):
@@ -260,7 +272,9 @@ class LosesImages(Training):
 
 
 class SkipsAutocast(Training):
-    """Compiled functions do not see autocast: the model computes in float32, under a Trainer with bf16-mixed."""
+    """Compiled functions do not see autocast: the model computes in float32,
+    under a Trainer with bf16-mixed.
+    """
 
     def record(self, folder: Path) -> None:
         import lightning.pytorch as pl
@@ -281,9 +295,13 @@ class SkipsAutocast(Training):
             def configure_optimizers(self) -> torch.optim.Optimizer:
                 return training.make_optimizer()
 
-        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        quiet = dict.fromkeys(
+            ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+        )
         callback = DeterminismCallback(folder, mode="record")
-        trainer = pl.Trainer(accelerator="cpu", precision="bf16-mixed", max_epochs=1, callbacks=[callback], **quiet)
+        trainer = pl.Trainer(
+            accelerator="cpu", precision="bf16-mixed", max_epochs=1, callbacks=[callback], **quiet
+        )
         trainer.fit(Module(), self.loader())
 
 
@@ -318,7 +336,9 @@ def train(rank: int, name: str, folder: Path, is_fixed: bool) -> None:
     size = training.world_size
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
     if size > 1:
-        dist.init_process_group("gloo", init_method=f"file://{folder}.store", rank=rank, world_size=size)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}.store", rank=rank, world_size=size
+        )
     training(is_fixed).record(folder)
     if size > 1:
         dist.destroy_process_group()

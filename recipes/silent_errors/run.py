@@ -1,4 +1,6 @@
-"""Records each error with and without the mistake, and prints what one run tells, and what the comparison tells."""
+"""Records each error with and without the mistake, and prints what one run tells,
+and what the comparison tells.
+"""
 
 import argparse
 import tempfile
@@ -14,11 +16,15 @@ def record(name: str, folder: Path, *, is_fixed: bool) -> None:
     """Record one arm in processes of its own."""
     training = ERRORS[name]
     assert training is not None
-    start_processes(train, (name, folder, is_fixed), nprocs=training.world_size, start_method="fork")
+    start_processes(
+        train, (name, folder, is_fixed), nprocs=training.world_size, start_method="fork"
+    )
 
 
 def rows(names: list[str], folder: Path) -> list[tuple[str, str, str]]:
-    """Return the error, the findings of the run that has it, and the cause of its difference from the correct run."""
+    """Return the error, the findings of the run that has it,
+    and the cause of its difference from the correct run.
+    """
     found = []
     for name in names:
         if ERRORS[name] is None:
@@ -30,14 +36,18 @@ def rows(names: list[str], folder: Path) -> list[tuple[str, str, str]]:
         verdict = compare_runs(folder / name / "fixed", folder / name / "error")
         of_fixed = compare_runs(folder / name / "error", folder / name / "fixed").findings
         assert not of_fixed, (name, of_fixed)
-        found.append((name, ", ".join(one.finding for one in verdict.findings) or "-", verdict.cause or "-"))
+        found.append(
+            (name, ", ".join(one.finding for one in verdict.findings) or "-", verdict.cause or "-")
+        )
         print("{:26} {:24} {}".format(*found[-1]), flush=True)
     return found
 
 
 def main(arguments: list[str] | None = None) -> list[tuple[str, str, str]]:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="ERROR", help=f"of {', '.join(ERRORS)}; all by default")
+    parser.add_argument(
+        "names", nargs="*", metavar="ERROR", help=f"of {', '.join(ERRORS)}; all by default"
+    )
     names = parser.parse_args(arguments).names or [*ERRORS]
     with tempfile.TemporaryDirectory() as folder:
         found = rows(names, Path(folder))

@@ -33,8 +33,15 @@ def user_conf(tmp_path: Path) -> Path:
     (tmp_path / "callbacks").mkdir()
     (tmp_path / "callbacks" / "default.yaml").write_text("stopping:\n  _target_: mine.Stopping\n")
     (tmp_path / "config.yaml").write_text(
-        "defaults:\n  - callbacks: default\n  - _self_\nseed: 1\nhydra:\n"
-        "  searchpath: ['pkg://det_callbacks.conf']\n  callbacks:\n    mine:\n      _target_: mine.JobCallback\n"
+        "defaults:\n"
+        "  - callbacks: default\n"
+        "  - _self_\n"
+        "seed: 1\n"
+        "hydra:\n"
+        "  searchpath: ['pkg://det_callbacks.conf']\n"
+        "  callbacks:\n"
+        "    mine:\n"
+        "      _target_: mine.JobCallback\n"
     )
     return tmp_path
 
@@ -53,7 +60,8 @@ def test_the_callback_file_is_the_signature():
         if parameter.default is not inspect.Parameter.empty:
             assert node[name] == parameter.default, name
         (line,) = [line for line in lines if line.strip().startswith(f"{name}:")]
-        for kind in (parameter.annotation, *get_args(parameter.annotation)):  # Literal[...], or Literal[...] | None
+        # Literal[...], or Literal[...] | None
+        for kind in (parameter.annotation, *get_args(parameter.annotation)):
             for choice in get_args(kind) if get_origin(kind) is Literal else ():
                 assert choice in line, f"{name} allows {choice}"
 
@@ -61,19 +69,26 @@ def test_the_callback_file_is_the_signature():
 def test_the_options_are_the_signature_and_flow_into_the_callback():
     options = load("determinism/disabled.yaml").determinism
     assert set(options) == set(PARAMETERS)
-    wired: Any = OmegaConf.to_container(load("determinism/record.yaml").callbacks.determinism, resolve=False)
+    wired: Any = OmegaConf.to_container(
+        load("determinism/record.yaml").callbacks.determinism, resolve=False
+    )
     del wired["_target_"]
     assert wired == {name: f"${{determinism.{name}}}" for name in PARAMETERS}
     for name, parameter in PARAMETERS.items():
         if name not in ("reference", "mode", "settings"):
             assert options[name] == parameter.default, name
-    assert list(options.settings) == [field.name for field in dataclasses.fields(DeterminismSettings)]
+    assert list(options.settings) == [
+        field.name for field in dataclasses.fields(DeterminismSettings)
+    ]
     assert DeterminismSettings.from_mapping(options.settings) == DeterminismSettings()
 
 
 def test_nothing_shipped_hides_a_users_file():
     shipped = sorted(str(path.relative_to(CONF)) for path in CONF.rglob("*.yaml"))
-    assert shipped == ["callbacks/determinism.yaml", *(f"determinism/{name}.yaml" for name in sorted(PRESETS))]
+    assert shipped == [
+        "callbacks/determinism.yaml",
+        *(f"determinism/{name}.yaml" for name in sorted(PRESETS)),
+    ]
     yaml_booleans = re.compile(r":\s*(off|on|yes|no)\s*(#|$)", re.IGNORECASE | re.MULTILINE)
     assert not any(yaml_booleans.search((CONF / name).read_text()) for name in shipped)
 
@@ -90,13 +105,18 @@ def test_the_command_in_the_first_comment_works_and_takes_nothing_away(preset, u
     is_ours = preset != "disabled"
     assert list(config.callbacks) == ["stopping", "determinism"][: 1 + is_ours]
     job = config.hydra.callbacks.get("determinism")
-    assert (job and job._target_) == ("det_callbacks.integrations.hydra.DeterminismJobCallback" if is_ours else None)
+    assert (job and job._target_) == (
+        "det_callbacks.integrations.hydra.DeterminismJobCallback" if is_ours else None
+    )
 
 
 def test_the_audit_of_replicas_is_its_own_callback(user_conf):
     config = compose_with(user_conf, "+determinism=replicas", "determinism.on_divergence=warn")
     node: Any = OmegaConf.to_container(config.callbacks.determinism, resolve=True)
-    assert (node.pop("_target_"), node.pop("_convert_")) == ("det_callbacks.ReplicaAuditCallback", "all")
+    assert (node.pop("_target_"), node.pop("_convert_")) == (
+        "det_callbacks.ReplicaAuditCallback",
+        "all",
+    )
     assert node == {"every_n_steps": 100, "on_divergence": "warn", "ignore": []}
     parameters = inspect.signature(ReplicaAuditCallback).parameters
     assert (list(parameters), parameters["every_n_steps"].default) == (list(node), 100)
@@ -107,7 +127,9 @@ def test_callbacks_that_are_a_list_or_null(user_conf):
     config = compose_with(user_conf, "callbacks=mine", "callbacks.determinism.reference=refs/run1")
     assert list(config.callbacks) == ["stopping", "determinism"]
     assert config.callbacks.determinism._target_ == "det_callbacks.DeterminismCallback"
-    (user_conf / "config.yaml").write_text("callbacks: null\nhydra:\n  searchpath: ['pkg://det_callbacks.conf']\n")
+    (user_conf / "config.yaml").write_text(
+        "callbacks: null\nhydra:\n  searchpath: ['pkg://det_callbacks.conf']\n"
+    )
     config = compose_with(user_conf, "+determinism=record", "determinism.reference=refs/run1")
     assert list(config.callbacks) == ["determinism"]
 

@@ -1,4 +1,5 @@
-"""Pinned digests: recorded references are compared with them, so none may change under DIGEST_VERSION 1.
+"""Pinned digests: recorded references are compared with them,
+so none may change under DIGEST_VERSION 1.
 
 They are made from byte i of the pattern being the top byte of i * 2654435761 modulo 2**32.
 """
@@ -17,7 +18,9 @@ MIB = 1024 * KIB
 
 
 def pattern(num_bytes: int) -> np.ndarray:
-    return (np.arange(num_bytes, dtype=np.uint32) * np.uint32(2654435761) >> np.uint32(24)).astype(np.uint8)
+    return (np.arange(num_bytes, dtype=np.uint32) * np.uint32(2654435761) >> np.uint32(24)).astype(
+        np.uint8
+    )
 
 
 BYTES = {
@@ -38,11 +41,16 @@ TENSORS = {
     "float32": (lambda: torch.arange(24.0).reshape(2, 3, 4), "2c864c8f2361e00d"),
     "float32 transposed": (lambda: torch.arange(24.0).reshape(4, 6).t(), "b49a5720c788bbb6"),
     "bfloat16": (lambda: torch.arange(600, dtype=torch.bfloat16), "7e8d5cbfe2de60f5"),
-    "complex64 conjugate": (lambda: (torch.arange(4.0) + 1j * torch.arange(1.0, 5.0)).conj(), "ad412480881c47ae"),
+    "complex64 conjugate": (
+        lambda: (torch.arange(4.0) + 1j * torch.arange(1.0, 5.0)).conj(),
+        "ad412480881c47ae",
+    ),
     "0-d": (lambda: torch.tensor(1.5), "b648a01d1b398851"),
     "empty": (lambda: torch.empty(3, 0), "2d06800538d394c2"),
     "sparse coo": (
-        lambda: torch.sparse_coo_tensor([[0, 1], [2, 0]], [3.0, 4.0], (2, 3), check_invariants=True),
+        lambda: torch.sparse_coo_tensor(
+            [[0, 1], [2, 0]], [3.0, 4.0], (2, 3), check_invariants=True
+        ),
         "828d4db0011fd054",
     ),
     "sparse csr": (lambda: torch.eye(3).to_sparse_csr(), "a0025dd4def7592e"),
@@ -63,7 +71,11 @@ def test_bytes(num_bytes, expected, tmp_path):
     data = pattern(num_bytes + 2048)[:num_bytes]  # what lies behind it plays no part
     (tmp_path / "file").write_bytes(data)
     size, of_file = host_digest.digest_file(tmp_path / "file")
-    of_bytes = [host_digest.digest_bytes(data), host_digest.digest_memory(data.ctypes.data, num_bytes), of_file]
+    of_bytes = [
+        host_digest.digest_bytes(data),
+        host_digest.digest_memory(data.ctypes.data, num_bytes),
+        of_file,
+    ]
     tensor = torch.from_numpy(data)
     of_tensor = [digest_tensor(tensor), digest_output(tensor), *digest_tensors([tensor])]
     assert {format_digest(one) for one in (*of_bytes, *of_tensor)} == {expected}

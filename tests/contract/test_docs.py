@@ -20,16 +20,24 @@ LINK = re.compile(r"\]\((?!https?:)([^)\s]*)\)")
 
 def anchors(text: str) -> set[str]:
     headings = re.findall(r"(?m)^#+ (.*)$", re.sub(r"(?s)```.*?```", "", text))
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
+    }
 
 
 def files_with_links() -> list[Path]:
     """Return the site's pages, and the texts that mkdocs does not see."""
-    others = [*ROOT.glob("*.md"), *(ROOT / "recipes").rglob("README.md"), *(ROOT / ".github").rglob("*.md")]
+    others = [
+        *ROOT.glob("*.md"),
+        *(ROOT / "recipes").rglob("README.md"),
+        *(ROOT / ".github").rglob("*.md"),
+    ]
     return sorted([*PAGES, *others])
 
 
-@pytest.mark.parametrize("page", files_with_links(), ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "page", files_with_links(), ids=lambda page: page.relative_to(ROOT).as_posix()
+)
 def test_links_lead_somewhere_and_examples_are_python(page):
     text = page.read_text()
     prose = re.sub(r"(?s)```.*?```|`[^`\n]*`", "", text)
@@ -48,7 +56,8 @@ def test_the_readme_is_short_and_leads_to_every_page_of_use_and_so_does_the_site
     readme = (ROOT / "README.md").read_text()
     assert len(readme.splitlines()) <= 200
     linked = set(re.findall(r"\]\(docs/([^)#]*\.md)", readme))
-    reached = {"index.md", "how-to/elsewhere.md", "reference/cli.md"}  # from the site's own navigation
+    # from the site's own navigation
+    reached = {"index.md", "how-to/elsewhere.md", "reference/cli.md"}
     named = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text()))
     assert named == linked | reached == {page.relative_to(DOCS).as_posix() for page in PAGES}
 
@@ -63,13 +72,22 @@ def test_the_commands_of_the_decision_table_are_taken(monkeypatch):
     monkeypatch.setattr("det_callbacks.cli.parser.import_module", lambda name: Commands())
     commands = re.findall(r"\| `det-callbacks ([^`]*)` \|", (DOCS / "is-it-for-me.md").read_text())
     assert [cli.main(shlex.split(command)) for command in commands] == [0] * len(commands)
-    assert set(taken) >= {"check", "record", "verify", "diff", "findings", "check-checkpoint", "ops"}
+    assert set(taken) >= {
+        "check",
+        "record",
+        "verify",
+        "diff",
+        "findings",
+        "check-checkpoint",
+        "ops",
+    }
 
 
 def test_the_number_of_bugs_is_that_of_the_gallery():
     entries = len(list((ROOT / "recipes" / "gallery").glob("*/README.md")))
     said = [
-        re.findall(r"(\d+) (?:real )?bugs", page.read_text()) for page in (ROOT / "README.md", DOCS / "is-it-for-me.md")
+        re.findall(r"(\d+) (?:real )?bugs", page.read_text())
+        for page in (ROOT / "README.md", DOCS / "is-it-for-me.md")
     ]
     assert said == [[str(entries)] * 2, [str(entries)]]
 
@@ -77,7 +95,9 @@ def test_the_number_of_bugs_is_that_of_the_gallery():
 def test_arguments_are_listed():
     arguments = re.findall(r"(?m)^\| `(\w+)` \|", (DOCS / "reference" / "callback.md").read_text())
     parameters = inspect.signature(DeterminismCallback).parameters.values()
-    assert arguments == [one.name for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    assert arguments == [
+        one.name for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
 
 
 def test_the_page_of_the_command_line_is_its_help(monkeypatch, capsys):
@@ -91,5 +111,7 @@ def test_the_page_of_the_command_line_is_its_help(monkeypatch, capsys):
 
 
 def test_the_api_page_names_everything_public():
-    named = re.findall(r"(?m)^::: det_callbacks\.(\w+)$", (DOCS / "reference" / "api.md").read_text())
+    named = re.findall(
+        r"(?m)^::: det_callbacks\.(\w+)$", (DOCS / "reference" / "api.md").read_text()
+    )
     assert sorted(named) == sorted(det_callbacks.__all__)

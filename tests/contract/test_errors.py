@@ -1,4 +1,6 @@
-"""The tree of errors at the head of errors.py is the one that there is, with the exit codes that programs end with."""
+"""The tree of errors at the head of errors.py is the one that there is,
+with the exit codes that programs end with.
+"""
 
 import re
 from collections.abc import Iterator
@@ -6,11 +8,14 @@ from collections.abc import Iterator
 import det_callbacks
 from det_callbacks import DetCallbacksError, errors
 
-PUBLIC = [getattr(det_callbacks, name) for name in det_callbacks.__all__]  # loads the errors beside their reports
+# loads the errors beside their reports
+PUBLIC = [getattr(det_callbacks, name) for name in det_callbacks.__all__]
 
 
 def branches(error: type[DetCallbacksError], depth: int = 0) -> Iterator[tuple[int, str, int]]:
-    """Yield the errors below one, itself first: depth, name, exit code; private ones are left out."""
+    """Yield the errors below one, itself first: depth, name, exit code;
+    private ones are left out.
+    """
     is_named = not error.__name__.startswith("_")
     if is_named:
         yield depth, error.__name__, error.exit_code
@@ -20,7 +25,9 @@ def branches(error: type[DetCallbacksError], depth: int = 0) -> Iterator[tuple[i
 
 
 def written(text: str) -> set[tuple[int, str, int]]:
-    """Return what a text says: each error with its depth, and the exit code in whose column it is."""
+    """Return what a text says: each error with its depth,
+    and the exit code in whose column it is.
+    """
     lines = re.findall(r"^    ( *)(\w+) +(\d)", text, re.MULTILINE)
     return {(len(indent) // 2, name, int(code)) for indent, name, code in lines}
 

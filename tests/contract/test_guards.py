@@ -32,7 +32,9 @@ LEAKS: dict[str, Callable[[], Any]] = {
     "module hooks": lambda: register_module_forward_hook(lambda *_: None, always_call=True),
     "optimizer hooks": lambda: register_optimizer_step_pre_hook(lambda *_: None),
     "deterministic algorithms": lambda: torch.use_deterministic_algorithms(True, warn_only=True),
-    "fill_uninitialized_memory": lambda: setattr(torch.utils.deterministic, "fill_uninitialized_memory", False),
+    "fill_uninitialized_memory": lambda: setattr(
+        torch.utils.deterministic, "fill_uninitialized_memory", False
+    ),
     "cudnn.enabled": lambda: setattr(torch.backends.cudnn, "enabled", False),
     "cudnn.benchmark": lambda: setattr(torch.backends.cudnn, "benchmark", True),
     "cudnn.deterministic": lambda: setattr(torch.backends.cudnn, "deterministic", True),
@@ -41,7 +43,9 @@ LEAKS: dict[str, Callable[[], Any]] = {
     "number of threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
     "grad mode": lambda: torch.set_grad_enabled(False),
     "anomaly mode": lambda: torch.autograd.set_detect_anomaly(True),
-    "process group": lambda: dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1),
+    "process group": lambda: dist.init_process_group(
+        "gloo", store=dist.HashStore(), rank=0, world_size=1
+    ),
     "environment variables": change_variables,
     "warning filters": lambda: warnings.simplefilter("ignore", ResourceWarning),
     "what compiles a graph": lambda: setattr(guards.OutputGraph, "call_user_compiler", print),
@@ -77,10 +81,17 @@ def test_the_fixture_fails_the_test_that_leaks_and_no_other_and_seeds_each_alike
     for name in ("conftest.py", "guards.py"):
         (tmp_path / name).write_text((TESTS / name).read_text())
     (tmp_path / "test_leaks.py").write_text(
-        "import os, random\nimport numpy, torch\ndrawn = set()\n"
-        "def draw():\n    drawn.add((random.random(), numpy.random.rand(), torch.rand(()).item()))\n"
-        "def test_leaks():\n    draw()\n    os.environ['LEAKED_BY_A_TEST'] = '1'\n"
-        "def test_does_not():\n    draw()\n    assert 'LEAKED_BY_A_TEST' not in os.environ\n"
+        "import os, random\n"
+        "import numpy, torch\n"
+        "drawn = set()\n"
+        "def draw():\n"
+        "    drawn.add((random.random(), numpy.random.rand(), torch.rand(()).item()))\n"
+        "def test_leaks():\n"
+        "    draw()\n"
+        "    os.environ['LEAKED_BY_A_TEST'] = '1'\n"
+        "def test_does_not():\n"
+        "    draw()\n"
+        "    assert 'LEAKED_BY_A_TEST' not in os.environ\n"
         "    assert len(drawn) == 1\n"
     )
     options = ["-rA", "-n0", "-p", "no:cacheprovider", str(tmp_path)]

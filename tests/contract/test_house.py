@@ -1,4 +1,6 @@
-"""House rules that no tool checks: words, banners, lengths and names of files, and what recipes use."""
+"""House rules that no tool checks: words, banners, lengths and names of files,
+and what recipes use.
+"""
 
 import ast
 import io
@@ -22,12 +24,16 @@ _WRITE = re.compile(
     r"""|^\.open\(['"][rb]*[wax+]|^\.open\((?!os\.devnull).*O_(WRONLY|RDWR|CREAT)|^\.replace\([^,=]*\)$"""
 )
 
-# Calls that open a file, and do what a link, a pipe or a device in its place does. ``open_file``, ``read_file`` and
-# ``open_to_write`` do not; whatever reads or writes a folder that may come from somebody else uses them.
-_OPEN = re.compile(r"""^(io\.)?open\(|^os\.open\(|\.(read_bytes|read_text)\(|\.open\(['"]|\.(from|to)file\(""")
+# Calls that open a file, and do what a link, a pipe or a device in its place does. ``open_file``,
+# ``read_file`` and ``open_to_write`` do not; whatever reads or writes a folder that may come from
+# somebody else uses them.
+_OPEN = re.compile(
+    r"""^(io\.)?open\(|^os\.open\(|\.(read_bytes|read_text)\(|\.open\(['"]|\.(from|to)file\("""
+)
 OPENS: Mapping[str, str] = {
-    "det_callbacks/runs/files.py": "is where files of runs are opened",
-    "det_callbacks/runs/disk.py": "is where they are opened for writing",
+    "det_callbacks/runs/files.py": (
+        "is where files of runs are opened and is where they are opened for writing"
+    ),
     "det_callbacks/tensors/files.py": "fromfile reads what open_file has opened",
     "det_callbacks/tensors/replay.py": "reads the patterns that the user wrote",
     "det_callbacks/compare/module_names.py": "reads the names that the user wrote",
@@ -63,7 +69,11 @@ def sources(*folders: str) -> dict[str, str]:
 def banned_words(source: str) -> list[str]:
     if not _ANY_BANNED.search(source):  # a tokenizer in Python takes a hundred times as long
         return []
-    names = [token.string for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type == 1]
+    names = [
+        token.string
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == 1
+    ]
     return [name for name in names if BANNED_WORDS & {word.lower() for word in _WORD.findall(name)}]
 
 
@@ -73,8 +83,14 @@ def banners(source: str) -> list[str]:
 
 
 def misfits(files: Mapping[str, str]) -> list[str]:
-    """Return the files that are longer than the house allows, or whose name says that they hold no concept."""
-    return [at for at, text in files.items() if len(text.splitlines()) > 500 or Path(at).stem.strip("_") in DRAWERS]
+    """Return the files that are longer than the house allows,
+    or whose name says that they hold no concept.
+    """
+    return [
+        at
+        for at, text in files.items()
+        if len(text.splitlines()) > 500 or Path(at).stem.strip("_") in DRAWERS
+    ]
 
 
 def private_imports(source: str) -> list[str]:
@@ -86,25 +102,40 @@ def private_imports(source: str) -> list[str]:
 
 
 def unguarded_writes(source: str) -> list[int]:
-    """Return the lines that change the disk outside of ``writing``, which makes one error of what can go wrong."""
+    """Return the lines that change the disk outside of ``writing``,
+    which makes one error of what can go wrong.
+    """
     guarded: set[ast.AST] = set()
     tree, found = ast.parse(source), list[int]()
     for node in ast.walk(tree):
         calls = [item.context_expr for item in node.items] if isinstance(node, ast.With) else []
-        if any(isinstance(call, ast.Call) and ast.unparse(call.func) == "writing" for call in calls):
+        if any(
+            isinstance(call, ast.Call) and ast.unparse(call.func) == "writing" for call in calls
+        ):
             guarded.update(ast.walk(node))
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node not in guarded:
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node not in guarded
+        ):
             text = ast.unparse(node)
-            if _WRITE.search(text.removeprefix(ast.unparse(node.func.value))) and "ignore_errors=True" not in text:
+            if (
+                _WRITE.search(text.removeprefix(ast.unparse(node.func.value)))
+                and "ignore_errors=True" not in text
+            ):
                 found.append(node.lineno)
     return sorted(found)
 
 
 def opens(source: str) -> list[int]:
-    """Return the lines that open a file in a way that a link, a pipe or a device in its place can use."""
+    """Return the lines that open a file in a way that a link,
+    a pipe or a device in its place can use.
+    """
     calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
-    return [call.lineno for call in calls if _OPEN.search(ast.unparse(call.func) + "(" + _first(call))]
+    return [
+        call.lineno for call in calls if _OPEN.search(ast.unparse(call.func) + "(" + _first(call))
+    ]
 
 
 def _first(call: ast.Call) -> str:
@@ -128,25 +159,59 @@ def test_one_idea_has_one_word_no_comment_is_a_banner_and_no_file_is_too_long_or
 
 
 def test_recipes_use_public_names():
-    assert {path for path, text in sources("recipes").items() if private_imports(text)} == set(PRIVATE_IN_RECIPES)
+    assert {path for path, text in sources("recipes").items() if private_imports(text)} == set(
+        PRIVATE_IN_RECIPES
+    )
 
 
 def test_each_rule_finds_what_it_forbids_and_nothing_else():
-    words = "def read_snapshot(GoldenRun, *, num_actual):\n    'A snapshot.'\n    return actually, XMLBaseline"
-    imports = "from det_callbacks import HashMode\nimport det_callbacks.trace\nfrom det_callbacks.digest import host"
+    words = (
+        "def read_snapshot(GoldenRun, *, num_actual):\n"
+        "    'A snapshot.'\n"
+        "    return actually, XMLBaseline"
+    )
+    imports = (
+        "from det_callbacks import HashMode\n"
+        "import det_callbacks.trace\n"
+        "from det_callbacks.digest import host"
+    )
     assert banned_words(words) == ["read_snapshot", "GoldenRun", "num_actual", "XMLBaseline"]
     assert len(banners("? ---- part two ----\n?????\n? x".replace("?", "#"))) == 2
     files = {"fine.py": "\n" * 500, "tests/long.py": "\n" * 501, "_utils.py": ""}
     assert misfits(files) == ["tests/long.py", "_utils.py"]
     writes = (
-        "path.mkdir()\nwith writing(path):\n    path.unlink()\n    path.open('wb')\npath.open('rb')\nx.open('ab')\n"
+        "path.mkdir()\n"
+        "with writing(path):\n"
+        "    path.unlink()\n"
+        "    path.open('wb')\n"
+        "path.open('rb')\n"
+        "x.open('ab')\n"
     )
     writes += "one.replace(other)\ntext.replace('a', 'b')\nrmtree(x)\nshutil.rmtree(x)\n"
     writes += "shutil.rmtree(x, ignore_errors=True)\nRun.open(path)\n"
-    writes += "os.open(x, os.O_RDWR)\nos.open(x, os.O_RDONLY)\nfcntl.flock(x, 2)\nany(x.iterdir())\nos.scandir(x)\n"
+    writes += (
+        "os.open(x, os.O_RDWR)\n"
+        "os.open(x, os.O_RDONLY)\n"
+        "fcntl.flock(x, 2)\n"
+        "any(x.iterdir())\n"
+        "os.scandir(x)\n"
+    )
     writes += "file.truncate(0)\nos.open(os.devnull, os.O_WRONLY)\n"
     assert unguarded_writes(writes) == [1, 6, 7, 10, 13, 15, 16, 17, 18]
-    reads = "open(path)\npath.open('rb')\nRun.open(path)\npath.read_bytes()\nopen_file(path)\nos.open(path, 0)\n"
-    reads += "np.fromfile(path)\nself.open()\npath.read_text()\nmodules.open(sees_ops=True)\nread_text([source])"
+    reads = (
+        "open(path)\n"
+        "path.open('rb')\n"
+        "Run.open(path)\n"
+        "path.read_bytes()\n"
+        "open_file(path)\n"
+        "os.open(path, 0)\n"
+    )
+    reads += (
+        "np.fromfile(path)\n"
+        "self.open()\n"
+        "path.read_text()\n"
+        "modules.open(sees_ops=True)\n"
+        "read_text([source])"
+    )
     assert opens(reads) == [1, 2, 4, 6, 7, 9]
     assert private_imports(imports) == ["det_callbacks.digest", "det_callbacks.trace"]

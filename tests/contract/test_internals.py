@@ -20,7 +20,9 @@ from trainers import quiet_trainer
 import det_callbacks
 from det_callbacks import DeterminismCallback, TrainingRun, UnsupportedVersionError
 from det_callbacks.integrations import launch
-from det_callbacks.internals import dynamo, lightning, torch, versions  # noqa: F401  # Dynamo's names are torch's, too
+
+# Dynamo's names are torch's, too
+from det_callbacks.internals import dynamo, lightning, torch, versions  # noqa: F401
 from det_callbacks.internals.private_names import PrivateNames
 
 ROOM = "det_callbacks/internals/"
@@ -32,15 +34,18 @@ REFERENCE = TESTS / "frozen" / "format-2" / "reference"
 # Of the standard library, which documents them or has nothing else.
 OF_PYTHON = frozenset({"_exit", "_fields", "_getframe"})
 FOREIGN = ("torch", "lightning")
-# In recipes: dispatch modes, which plant faults (torch's notes on extending it write them so); what the costs are
-# measured with, and compared with; torch's own database of ops, and the structures of its samples.
+# In recipes: dispatch modes, which plant faults (torch's notes on extending it write them so); what
+# the costs are measured with, and compared with; torch's own database of ops,
+# and the structures of its samples.
 IN_RECIPES = {"_python_dispatch", "_mode_utils", "_sleep", "_debug_mode", "_internal", "_pytree"}
 OF_THE_ROOM = {path.rpartition(".")[2] for path in (*TORCH.known, *LIGHTNING.known)}
 LOOKS_UP = ("getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller")
 
 
 def is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__") and name != "_" and name not in OF_PYTHON
+    return (
+        name.startswith("_") and not name.startswith("__") and name != "_" and name not in OF_PYTHON
+    )
 
 
 def own_names(trees: Iterable[ast.AST]) -> set[str]:
@@ -54,28 +59,49 @@ def own_names(trees: Iterable[ast.AST]) -> set[str]:
 
 
 def private_names(tree: ast.AST, own: set[str]) -> list[str]:
-    """Return the private names that a source takes from elsewhere, with their lines; ops of torch have public ones.
+    """Return the private names that a source takes from elsewhere, with their lines;
+    ops of torch have public ones.
 
-    An own name counts as one on ``self``, ``cls`` and ``super()`` alone: torch may have it on any other object.
+    An own name counts as one on ``self``, ``cls`` and ``super()`` alone:
+    torch may have it on any other object.
     """
     found: list[tuple[str, int]] = []
     foreign = imported(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             base = ast.unparse(node.value)
-            is_own = base.partition(".")[0] not in foreign and base in ("self", "cls", "super()") and node.attr in own
+            is_own = (
+                base.partition(".")[0] not in foreign
+                and base in ("self", "cls", "super()")
+                and node.attr in own
+            )
             if not base.startswith("torch.ops") and not is_own:
                 found.append((node.attr, node.lineno))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             parts = node.value.split(".")
             is_path = parts[0] in FOREIGN and " " not in node.value
-            found += [(part, node.lineno) for part in parts if is_path or (part == node.value and part in OF_THE_ROOM)]
+            found += [
+                (part, node.lineno)
+                for part in parts
+                if is_path or (part == node.value and part in OF_THE_ROOM)
+            ]
         elif isinstance(node, ast.Import | ast.ImportFrom):
             module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
-            parts = [*module.split("."), *(part for alias in node.names for part in alias.name.split("."))]
-            found += [(part, node.lineno) for part in parts if module.partition(".")[0] in FOREIGN or part not in own]
+            parts = [
+                *module.split("."),
+                *(part for alias in node.names for part in alias.name.split(".")),
+            ]
+            found += [
+                (part, node.lineno)
+                for part in parts
+                if module.partition(".")[0] in FOREIGN or part not in own
+            ]
         elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in LOOKS_UP:
-            texts = [one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+            texts = [
+                one.value
+                for one in node.args
+                if isinstance(one, ast.Constant) and isinstance(one.value, str)
+            ]
             found += [(part, node.lineno) for text in texts for part in text.split(".")]
     return [f"{name}:{line}" for name, line in found if is_private(name)]
 
@@ -88,7 +114,11 @@ def imported(tree: ast.AST) -> set[str]:
             names |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, ast.Import):
             parts = [(alias.asname or alias.name, alias.name) for alias in node.names]
-            names |= {name.partition(".")[0] for name, module in parts if module.partition(".")[0] in FOREIGN}
+            names |= {
+                name.partition(".")[0]
+                for name, module in parts
+                if module.partition(".")[0] in FOREIGN
+            }
     return names
 
 
@@ -107,7 +137,9 @@ def test_private_names_of_others_stand_in_the_room_alone():
 
 
 def test_recipes_use_public_names():
-    found = {name.partition(":")[0] for lines in offenders(sources("recipes")).values() for name in lines}
+    found = {
+        name.partition(":")[0] for lines in offenders(sources("recipes")).values() for name in lines
+    }
     assert found == IN_RECIPES
 
 
@@ -121,7 +153,11 @@ def test_recipes_use_public_names():
         "import torch\nkeys = torch._C.DispatchKey",
         "def state(trainer):\n    return trainer._results",
         "def cached(module):\n    return getattr(module, '_parameters', None)",
-        "from torch.distributed import distributed_c10d\n_group = distributed_c10d._group\n_group()",
+        (
+            "from torch.distributed import distributed_c10d\n"
+            "_group = distributed_c10d._group\n"
+            "_group()"
+        ),
         "class A:\n    def __init__(self, loop):\n        self._restarting = loop._restarting",
         "class A:\n    _modules = None\n\ndef children(module):\n    return module._modules",
         "def children(value):\n    return vars(value).pop('_modules', {})",
@@ -136,7 +172,11 @@ def test_the_rule_finds_a_private_name(source):
 
 def test_the_rule_lets_names_of_our_own_and_of_ops_be():
     source = (
-        "import torch\nclass A:\n    def _go(self):\n        self._x = torch.ops._c10d.all_reduce\n        self._go()"
+        "import torch\n"
+        "class A:\n"
+        "    def _go(self):\n"
+        "        self._x = torch.ops._c10d.all_reduce\n"
+        "        self._go()"
     )
     assert offenders({"det_callbacks/trace/new.py": source}) == {}
 
@@ -178,10 +218,18 @@ ENDS = (
 
 def test_without_any_name_everything_is_imported_and_runs_are_read():
     words = json.dumps([command.split() for command, *_ in ENDS])
-    done = subprocess.run([sys.executable, "-c", LACKING, words], capture_output=True, text=True, check=False, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", LACKING, words],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
     assert done.returncode == 0, done.stderr
     for (command, status, line), (ended, said) in zip(ENDS, json.loads(done.stdout), strict=True):
-        assert (ended, line.format(torch.torch.__version__) in said) == (status, True), f"{command}: {said}"
+        assert (ended, line.format(torch.torch.__version__) in said) == (status, True), (
+            f"{command}: {said}"
+        )
 
 
 def make_gone(kind: str, path: str) -> tuple[PrivateNames, Any]:
@@ -197,7 +245,9 @@ def test_a_missing_name_is_refused_with_the_version_and_what_to_do(kind):
         "det_callbacks needs: install torch 2.11 to 2.15"
     )
     assert names.all_missing() == [sentence]
-    with pytest.raises(UnsupportedVersionError, match=rf"^Not supported: {re.escape(sentence)}[.]$"):
+    with pytest.raises(
+        UnsupportedVersionError, match=rf"^Not supported: {re.escape(sentence)}[.]$"
+    ):
         names.require()
     if kind != "name_of":
         with pytest.raises(UnsupportedVersionError, match="_gone"):
@@ -274,7 +324,10 @@ def test_an_import_that_fails_says_why(monkeypatch):
 
     monkeypatch.delitem(vars(det_callbacks), "digest_tensor", raising=False)
     monkeypatch.setattr(det_callbacks, "import_module", fail)
-    with pytest.raises(ImportError, match=r"det_callbacks\.digest\.components cannot be imported: type object 'torch"):
+    with pytest.raises(
+        ImportError,
+        match=r"det_callbacks\.digest\.components cannot be imported: type object 'torch",
+    ):
         from det_callbacks import digest_tensor  # noqa: F401
 
 
@@ -293,18 +346,32 @@ def test_the_doctor_starts_where_the_packages_are_missing_that_other_commands_lo
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert (done.returncode, done.stderr) == (2, "")
     broken = json.loads(done.stdout)["installation"]["broken"]
-    said = {name for name in lost.split(",") if any(f"ModuleNotFoundError: import of {name} " in one for one in broken)}
+    said = {
+        name
+        for name in lost.split(",")
+        if any(f"ModuleNotFoundError: import of {name} " in one for one in broken)
+    }
     assert {"torch", "numpy"} <= said
     assert any("DeterminismCallback" in one for one in broken)
 
 
 @pytest.mark.parametrize(
     ("found", "is_newer"),
-    [("2.16.0.dev20270101+cu130", True), ("2.17rc1", True), ("3", True), ("2.15.0a0+git1", False), ("2.9.1", False)],
+    [
+        ("2.16.0.dev20270101+cu130", True),
+        ("2.17rc1", True),
+        ("3", True),
+        ("2.15.0a0+git1", False),
+        ("2.9.1", False),
+    ],
 )
 def test_any_version_that_a_package_may_have_is_compared(monkeypatch, found, is_newer):
-    monkeypatch.setattr(versions, "version", lambda package: {"torch": found, "lightning": "2.6.6"}[package])
-    assert [line.partition(" is newer")[0] for line in versions.newer_than_tested()] == [f"torch {found}"] * is_newer
+    monkeypatch.setattr(
+        versions, "version", lambda package: {"torch": found, "lightning": "2.6.6"}[package]
+    )
+    assert [line.partition(" is newer")[0] for line in versions.newer_than_tested()] == [
+        f"torch {found}"
+    ] * is_newer
 
 
 def test_a_package_without_metadata_stops_no_run(monkeypatch):
@@ -326,13 +393,16 @@ def test_a_newer_version_than_any_that_was_tested_is_a_line(monkeypatch, capsys,
 
 def test_readme_docs_metadata_and_the_pairs_that_are_tested_say_the_same_versions():
     read = {
-        name: (ROOT / name).read_text() for name in ("README.md", "pyproject.toml", "noxfile.py", "constraints.txt")
+        name: (ROOT / name).read_text()
+        for name in ("README.md", "pyproject.toml", "noxfile.py", "constraints.txt")
     }
     versions_page = (ROOT / "docs" / "reference" / "versions.md").read_text()
     pairs = re.findall(r'nox[.]param\("([\d.]+)", "([\d.]+)"', read["noxfile.py"])
     for index, (package, title) in enumerate({"torch": "torch", "lightning": "Lightning"}.items()):
         oldest, newest = versions.TESTED[package]
-        tested = sorted((pair[index] for pair in pairs), key=lambda text: [*map(int, text.split("."))])
+        tested = sorted(
+            (pair[index] for pair in pairs), key=lambda text: [*map(int, text.split("."))]
+        )
         assert (minor(tested[0]), minor(tested[-1])) == (oldest, newest)
         assert f"{title} {oldest} to {newest}" in read["README.md"]
         assert f"| {title} | {oldest} to {newest}" in versions_page
@@ -350,7 +420,9 @@ def test_readme_docs_metadata_and_the_pairs_that_are_tested_say_the_same_version
 
 def test_the_page_of_versions_has_each_dependency_with_its_lowest_version():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    table = re.findall(r"^[|] (.+?) [|] (.+?) [|] \d+ [|]", (ROOT / "docs/reference/versions.md").read_text(), re.M)
+    table = re.findall(
+        r"^[|] (.+?) [|] (.+?) [|] \d+ [|]", (ROOT / "docs/reference/versions.md").read_text(), re.M
+    )
     told = {
         name: lowest
         for names, versions_of in table

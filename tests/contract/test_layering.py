@@ -12,7 +12,8 @@ from test_house import sources
 
 PACKAGE = "det_callbacks"
 
-# Lowest first; a module may import what stands in its own layer or below it. A cycle of modules cannot be imported.
+# Lowest first; a module may import what stands in its own layer or below it.
+# A cycle of modules cannot be imported.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "internals", "text", "verdict"),
     ("digest",),
@@ -23,8 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tensors", "audit", "compare"),
     ("causes", "findings", "report", "checkpoint", "ranks", "numerics", "observers", "verify"),
     ("training",),
-    ("integrations.command", "integrations.loop", "integrations.seen", "cli"),
-    ("integrations.torch_models",),
+    ("integrations.command", "integrations.loop", "cli"),
     ("integrations.followed", "integrations.torch_steps"),
     ("integrations", "integrations.huggingface", "integrations.lightning", "integrations.hydra"),
     ("huggingface", "integrations.launch", "integrations.pytest_runs"),
@@ -34,9 +34,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 
 _OF_TORCH = (
-    "audit checkpoint digest environment internals native numerics observers ranks settings tensors trace training "
-    "integrations.huggingface integrations.lightning integrations.loop "
-    "integrations.followed integrations.torch_models integrations.torch_steps"
+    "audit checkpoint digest environment internals native numerics observers ranks settings "
+    "tensors trace training integrations.huggingface integrations.lightning integrations.loop "
+    "integrations.followed integrations.torch_steps"
 )
 # Who may import a dependency, by the first part of its name.
 ONLY_IN: Mapping[str, Sequence[str]] = {
@@ -50,7 +50,8 @@ ONLY_IN: Mapping[str, Sequence[str]] = {
 
 
 def imports(source: str, *, with_types: bool = False) -> list[tuple[str, int]]:
-    """Return what a module imports, wherever in it, with the lines; what only types need is left out by default.
+    """Return what a module imports, wherever in it, with the lines;
+    what only types need is left out by default.
 
     ruff wants absolute names.
     """
@@ -59,13 +60,23 @@ def imports(source: str, *, with_types: bool = False) -> list[tuple[str, int]]:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             node.body = []
     nodes = [*ast.walk(tree)]
-    found = [(alias.name, node.lineno) for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    return found + [(str(node.module), node.lineno) for node in nodes if isinstance(node, ast.ImportFrom)]
+    found = [
+        (alias.name, node.lineno)
+        for node in nodes
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    ]
+    return found + [
+        (str(node.module), node.lineno) for node in nodes if isinstance(node, ast.ImportFrom)
+    ]
 
 
 def package_sources() -> dict[str, str]:
     """Return the source of each module by dotted name; a package goes by its own name."""
-    paths = {path.removesuffix(".py").removesuffix("/__init__"): text for path, text in sources(PACKAGE).items()}
+    paths = {
+        path.removesuffix(".py").removesuffix("/__init__"): text
+        for path, text in sources(PACKAGE).items()
+    }
     return {path.replace("/", "."): text for path, text in paths.items()}
 
 
@@ -74,14 +85,21 @@ def package_imports() -> dict[str, list[tuple[str, int]]]:
 
 
 def circle(modules: Mapping[str, str]) -> list[str]:
-    """Return modules each of which imports the next, and the last the first, be it for types alone; [] if none do."""
-    needs = {name: {target for target, _ in imports(source, with_types=True)} for name, source in modules.items()}
+    """Return modules each of which imports the next, and the last the first,
+    be it for types alone; [] if none do.
+    """
+    needs = {
+        name: {target for target, _ in imports(source, with_types=True)}
+        for name, source in modules.items()
+    }
     # ``from package import module`` names the package, and needs the module
     for name, source in modules.items():
         froms = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
         needs[name] |= {f"{node.module}.{alias.name}" for node in froms for alias in node.names}
     try:
-        TopologicalSorter({name: targets & modules.keys() - {name} for name, targets in needs.items()}).prepare()
+        TopologicalSorter(
+            {name: targets & modules.keys() - {name} for name, targets in needs.items()}
+        ).prepare()
     except CycleError as error:
         return list(error.args[1][::-1])
     return []
@@ -115,21 +133,40 @@ def test_imports_go_downwards_only():
     assert violations(modules) == []
 
 
-TAKES_APART = {"startswith", "endswith", "removeprefix", "removesuffix", "partition", "rpartition", "split"}
+TAKES_APART = {
+    "startswith",
+    "endswith",
+    "removeprefix",
+    "removesuffix",
+    "partition",
+    "rpartition",
+    "split",
+}
 READERS = ("compare", "causes", "findings", "report", "verify", "cli")
 
 
 def test_what_a_row_is_of_is_taken_apart_only_where_rows_are_written_and_read():
-    """The fields of a row say what it is of: ``Site.subject``, ``of`` and ``part``, ``EvidenceRow.kind`` and so on."""
+    """The fields of a row say what it is of: ``Site.subject``, ``of`` and ``part``,
+    ``EvidenceRow.kind`` and so on.
+    """
     found = []
     for module, source in package_sources().items():
         if module.split(".")[1:2] not in [[room] for room in READERS]:
             continue
         for node in ast.walk(ast.parse(source)):
             is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-            if is_call and node.func.attr in TAKES_APART and isinstance(node.func.value, ast.Attribute):
+            if (
+                is_call
+                and node.func.attr in TAKES_APART
+                and isinstance(node.func.value, ast.Attribute)
+            ):
                 owner = node.func.value
-                is_row = isinstance(owner.value, ast.Name) and owner.value.id in ("site", "row", "one", "divergence")
+                is_row = isinstance(owner.value, ast.Name) and owner.value.id in (
+                    "site",
+                    "row",
+                    "one",
+                    "divergence",
+                )
                 if is_row and owner.attr in ("name", "of", "part", "moment", "detail"):
                     found.append(f"{module}:{node.lineno}")
     assert found == []
@@ -140,7 +177,9 @@ def test_no_modules_import_each_other_in_a_circle_not_even_for_types():
 
 
 def test_no_rooms_import_each_other_in_a_circle():
-    """The layers allow it within one of them; ``__init__`` and the ways in are parts of one room each."""
+    """The layers allow it within one of them; ``__init__`` and the ways in
+    are parts of one room each.
+    """
     rooms: dict[str, set[str]] = {}
     for module, found in package_imports().items():
         _, room, *_ = (*module.split("."), "__init__")
@@ -157,7 +196,11 @@ def test_a_circle_of_modules_is_found(back):
     modules = {"a": "", "a.x": "from a import y", "a.y": "import a.z\nimport json", "a.z": back}
     first, second, third, again = circle(modules)
     assert first == again
-    assert {(first, second), (second, third), (third, first)} == {("a.x", "a.y"), ("a.y", "a.z"), ("a.z", "a.x")}
+    assert {(first, second), (second, third), (third, first)} == {
+        ("a.x", "a.y"),
+        ("a.y", "a.z"),
+        ("a.z", "a.x"),
+    }
     assert circle({**modules, "a.z": ""}) == []
 
 
@@ -167,13 +210,33 @@ def test_a_circle_of_modules_is_found(back):
         ("runs.store", "from det_callbacks.compare.align import align", "upwards"),
         ("digest.lanes", "import det_callbacks.trace.recorder", "upwards"),
         ("runs.store", "try:\n    import det_callbacks\nexcept ImportError:\n    pass", "upwards"),
-        ("runs.store", "if TYPE_CHECKING:\n    pass\nelse:\n    from det_callbacks.cli import main", "upwards"),
-        ("runs.store", "import lightning.pytorch as pl", "only integrations.lightning, internals may"),
+        (
+            "runs.store",
+            "if TYPE_CHECKING:\n    pass\nelse:\n    from det_callbacks.cli import main",
+            "upwards",
+        ),
+        (
+            "runs.store",
+            "import lightning.pytorch as pl",
+            "only integrations.lightning, internals may",
+        ),
         ("integrations.lightning", "import pytorch_lightning", "only nobody may"),
-        ("runs.store", "class Run:\n    async def read(self):\n        import torch", "only audit, checkpoint"),
-        ("integrations.huggingface", "import lightning", "only integrations.lightning, internals may"),
+        (
+            "runs.store",
+            "class Run:\n    async def read(self):\n        import torch",
+            "only audit, checkpoint",
+        ),
+        (
+            "integrations.huggingface",
+            "import lightning",
+            "only integrations.lightning, internals may",
+        ),
         ("training.arguments", "from det_callbacks.environment.hydra import job_choices", ""),
-        ("training.arguments", "from det_callbacks.integrations.hydra import determinism_callback", "upwards"),
+        (
+            "training.arguments",
+            "from det_callbacks.integrations.hydra import determinism_callback",
+            "upwards",
+        ),
         ("environment.hydra", "from det_callbacks.integrations.hydra.job import Job", "upwards"),
         ("helper.things", "", "in no layer"),
         ("trace.reads", "if TYPE_CHECKING:\n    from det_callbacks.cli import main", ""),
@@ -185,8 +248,9 @@ def test_the_rule_can_fail_and_pass(module, source, complaint):
     assert all(complaint in line for line in found)
 
 
-# Imports modules without any framework, by a module of None, which cannot be imported; then the others as well. Names
-# those whose import draws from a generator of the host, which a training may share.
+# Imports modules without any framework, by a module of None, which cannot be imported; then the
+# others as well. Names those whose import draws from a generator of the host,
+# which a training may share.
 IMPORTING = """
 import importlib, json, random, sys
 import numpy as np
@@ -210,10 +274,16 @@ print(drawing)
 
 
 def test_what_a_run_is_needs_no_framework_and_no_import_draws_from_a_generator():
-    without = [module for module in package_imports() if unit(module) in ("training", "integrations.loop")]
+    without = [
+        module for module in package_imports() if unit(module) in ("training", "integrations.loop")
+    ]
     assert len(without) > 10
     needs_transformers = ("det_callbacks.huggingface", "det_callbacks.integrations.huggingface")
-    others = [name for name in package_sources() if name not in needs_transformers and "startup" not in name]
+    others = [
+        name
+        for name in package_sources()
+        if name not in needs_transformers and "startup" not in name
+    ]
     assert "det_callbacks.report.console" in others
     command = [sys.executable, "-c", IMPORTING, json.dumps(without), json.dumps(others)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

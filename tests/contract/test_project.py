@@ -1,4 +1,6 @@
-"""The files around the package: one version, a changelog that can be read, and workflows that run targets of make."""
+"""The files around the package: one version, a changelog that can be read,
+and workflows that run targets of make.
+"""
 
 import re
 import subprocess
@@ -25,7 +27,10 @@ def wrong_steps(jobs: dict[str, Any], makefile: str = MAKEFILE) -> list[str]:
     """Return the commands that are not one target of the Makefile with its variables."""
     targets = set(re.findall(r"(?m)^([a-z-]+):", makefile))
     commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
-    found = {one: re.fullmatch(r"make ([a-z-]+)((?: ([A-Z]+)=(?:'[^']*'|\S+))*)", one) for one in commands}
+    found = {
+        one: re.fullmatch(r"make ([a-z-]+)((?: ([A-Z]+)=(?:'[^']*'|\S+))*)", one)
+        for one in commands
+    }
     return [
         one
         for one, match in found.items()
@@ -40,7 +45,9 @@ def test_workflows_run_targets_of_make_and_nothing_else():
     jobs = {name: job for workflow in workflows for name, job in jobs_of(workflow).items()}
     assert wrong_steps(jobs) == []
     steps = [step for job in jobs.values() for step in job["steps"]]
-    assert all(step.keys() <= {"run"} or step["uses"].startswith(("actions/", "pypa/")) for step in steps)
+    assert all(
+        step.keys() <= {"run"} or step["uses"].startswith(("actions/", "pypa/")) for step in steps
+    )
     assert {"lint", "tests", "slow", "versions", "wheel", "docs", "build", "publish"} == {*jobs}
 
 
@@ -74,12 +81,18 @@ def test_the_conda_recipe_has_the_dependencies_of_the_package():
         texts = sorted(map(str, one.specifier), key=lambda part: not part.startswith(">="))
         wanted.append(f"{CONDA.get(one.name, one.name)} {','.join([texts[0], *sorted(texts[1:])])}")
     assert recipe["requirements"]["run"] == wanted
-    assert recipe["build"]["entry_points"] == [f"{name} = {place}" for name, place in PROJECT["scripts"].items()]
-    assert (recipe["about"]["summary"], recipe["about"]["license"]) == (PROJECT["description"], PROJECT["license"])
+    assert recipe["build"]["entry_points"] == [
+        f"{name} = {place}" for name, place in PROJECT["scripts"].items()
+    ]
+    assert (recipe["about"]["summary"], recipe["about"]["license"]) == (
+        PROJECT["description"],
+        PROJECT["license"],
+    )
 
 
 @pytest.mark.parametrize(
-    "command", ["pytest", "make nothing", "make lint && true", "make lint\nmake docs", "make test OTHER=1"]
+    "command",
+    ["pytest", "make nothing", "make lint && true", "make lint\nmake docs", "make test OTHER=1"],
 )
 def test_a_step_that_runs_something_else_is_found(command):
     assert wrong_steps({"job": {"steps": [{"run": command}]}}) == [command]
@@ -98,7 +111,10 @@ def test_the_matrix_has_each_session_and_each_tested_python():
 
 
 def test_a_bug_report_has_the_output_of_the_doctor():
-    forms = {path.stem: yaml.safe_load(path.read_text()) for path in (GITHUB / "ISSUE_TEMPLATE").iterdir()}
+    forms = {
+        path.stem: yaml.safe_load(path.read_text())
+        for path in (GITHUB / "ISSUE_TEMPLATE").iterdir()
+    }
     first = forms["bug"]["body"][0]
     assert "det-callbacks doctor --json" in first["attributes"]["label"]
     assert first["validations"]["required"]

@@ -1,4 +1,6 @@
-"""What users of version 1 rely on does not change by accident: names, arguments, commands, keys, JSON, run folders."""
+"""What users of version 1 rely on does not change by accident: names, arguments, commands,
+keys, JSON, run folders.
+"""
 
 import json
 import runpy
@@ -19,14 +21,18 @@ from det_callbacks.digest.host import DIGEST_VERSION
 from det_callbacks.runs.files import FORMAT_VERSION
 
 UPDATE = (
-    "docs/reference/stability.md says which change needs which version: a new line is a minor version, a line "
-    "that goes or changes a major one. If the change is meant, run make public, and add it to CHANGELOG.md."
+    "docs/reference/stability.md says which change needs which version: a new line is a minor "
+    "version, a line that goes or changes a major one. If the change is meant, run make public, "
+    "and add it to CHANGELOG.md."
 )
 
 
 def test_what_is_public_is_what_is_written_down():
     written, now = public.FILE.read_text().splitlines(), public.text().splitlines()
-    gone, new = [one for one in written if one not in now], [one for one in now if one not in written]
+    gone, new = (
+        [one for one in written if one not in now],
+        [one for one in now if one not in written],
+    )
     assert (gone, new) == ([], []), UPDATE
     assert written == now, UPDATE
 
@@ -45,19 +51,24 @@ def test_a_verdict_that_is_not_of_its_schema_fails_every_test():
     with pytest.raises(AssertionError, match=r"\$\.explanation: 3 is not of type 'string'"):
         replace(MATCH, explanation=3).to_dict()
     with pytest.raises(AssertionError, match=r"\$: 'counts' is a required property"):
-        schemas.require_schema({name: one for name, one in MATCH.to_dict().items() if name != "counts"}, "verdict")
+        schemas.require_schema(
+            {name: one for name, one in MATCH.to_dict().items() if name != "counts"}, "verdict"
+        )
 
 
 FROZEN = Path(__file__).parents[1] / "frozen"
 AGAIN = (
-    "FORMAT_VERSION or DIGEST_VERSION has changed. Keep the folders that a release wrote, which later versions read; "
-    "run tests/frozen/training.py as its docstring says, and add the new folder."
+    "FORMAT_VERSION or DIGEST_VERSION has changed. Keep the folders that a release wrote, which "
+    "later versions read; run tests/frozen/training.py as its docstring says, and add the new "
+    "folder."
 )
 
 
 @pytest.fixture(params=sorted(path.name for path in FROZEN.glob("format-*")))
 def frozen(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of runs that an earlier version recorded, in the working directory; version 1.0.0 made the first."""
+    """A copy of runs that an earlier version recorded, in the working directory;
+    version 1.0.0 made the first.
+    """
     monkeypatch.chdir(tmp_path)
     shutil.copytree(FROZEN / request.param, tmp_path / request.param)
     return Path(request.param)
@@ -76,7 +87,10 @@ def test_a_run_of_each_format_is_kept():
     folder = FROZEN / f"format-{FORMAT_VERSION}"
     assert folder.is_dir(), AGAIN
     content = json.loads((folder / "reference" / "run.json").read_text())
-    assert (content["format_version"], content["digest_version"]) == (FORMAT_VERSION, DIGEST_VERSION), AGAIN
+    assert (content["format_version"], content["digest_version"]) == (
+        FORMAT_VERSION,
+        DIGEST_VERSION,
+    ), AGAIN
     assert sum(path.stat().st_size for path in FROZEN.rglob("*") if path.is_file()) < 100 * 1024
 
 
@@ -93,18 +107,30 @@ def test_every_later_version_shows_and_compares_the_frozen_runs(frozen, capsys):
     verdict = json.loads(capsys.readouterr().out)
     stored = json.loads((frozen / "current" / "verdict.json").read_text())
     # a later version may add fields, which an earlier verdict does not have
-    assert [one for one in schemas.validator("verdict").iter_errors(stored) if one.validator != "required"] == []
+    assert [
+        one
+        for one in schemas.validator("verdict").iter_errors(stored)
+        if one.validator != "required"
+    ] == []
     for name in ("verdict", "cause", "first_divergence", "origins", "counts", "coverage"):
         assert holds(verdict[name], stored[name]), name
     (numbers,) = verdict["first_divergence"]["numbers"]["output"]
-    assert (verdict["cause"], numbers["max_relative"]) == ("forward", 0.5), "of the tensors that both runs kept"
+    assert (verdict["cause"], numbers["max_relative"]) == ("forward", 0.5), (
+        "of the tensors that both runs kept"
+    )
     assert main(["export", reference, "--to", "exported"]) == 0
 
 
 def test_every_later_version_verifies_against_the_frozen_run(frozen):
-    """Its numbers are exact, so another machine has the same bits; another version of torch may call other ops."""
+    """Its numbers are exact, so another machine has the same bits;
+    another version of torch may call other ops.
+    """
     shutil.rmtree(frozen / "current")
     verdict = runpy.run_path(str(FROZEN / "training.py"))["train"](frozen, mode="verify")
-    recorded = json.loads((frozen / "reference" / "run.json").read_text())["environment"]["torch.version"]["value"]
+    recorded = json.loads((frozen / "reference" / "run.json").read_text())["environment"][
+        "torch.version"
+    ]["value"]
     is_same = torch.__version__.split("+")[0] == recorded.split("+")[0]
-    assert verdict.verdict in (("match",) if is_same else ("match", "not_comparable")), verdict.explanation
+    assert verdict.verdict in (("match",) if is_same else ("match", "not_comparable")), (
+        verdict.explanation
+    )

@@ -1,4 +1,6 @@
-"""What opens, compares and shows runs loads neither torch nor Lightning nor Hydra; public names are there anyway."""
+"""What opens, compares and shows runs loads neither torch nor Lightning nor Hydra;
+public names are there anyway.
+"""
 
 import ast
 import json
@@ -12,12 +14,17 @@ from stored_runs import record
 import det_callbacks
 
 ROOT = Path(__file__).parents[2]
-READING_HALF = "runs compare causes findings verify report cli errors verdict audit.result digest.host digest.numbers"
+READING_HALF = (
+    "runs compare causes findings verify report cli errors verdict audit.result digest.host "
+    "digest.numbers"
+)
 HEAVY = ("torch", "lightning", "lightning_utilities", "hydra", "omegaconf", "safetensors")
 
-PUBLIC = {name: getattr(det_callbacks, name) for name in det_callbacks.__all__}  # Lightning leaves filters behind
+# Lightning leaves filters behind
+PUBLIC = {name: getattr(det_callbacks, name) for name in det_callbacks.__all__}
 
-# Says which of the packages named first are loaded after all modules were imported and all commands run.
+# Says which of the packages named first are loaded after all modules were
+# imported and all commands run.
 SCRIPT = """
 import contextlib, importlib, io, json, sys
 
@@ -39,16 +46,30 @@ print([name for name in packages if name in sys.modules])
 
 def test_the_reading_half_loads_nothing_heavy(tmp_path):
     runs = [str(record(tmp_path / name, range(8))) for name in ("reference", "current")]
-    paths = [path.relative_to(ROOT).with_suffix("").parts for path in (ROOT / "det_callbacks").rglob("*.py")]
+    paths = [
+        path.relative_to(ROOT).with_suffix("").parts
+        for path in (ROOT / "det_callbacks").rglob("*.py")
+    ]
     rooms = READING_HALF.split()
     paths = [parts for parts in paths if parts[1] in rooms or ".".join(parts[1:]) in rooms]
     modules = [".".join(parts).removesuffix(".__init__") for parts in paths]
     assert len(modules) > 40
-    lines = ["--help", f"show {runs[0]}", f"show {runs[0]} --step 1 --json", f"diff {' '.join(runs)}"]
+    lines = [
+        "--help",
+        f"show {runs[0]}",
+        f"show {runs[0]} --step 1 --json",
+        f"diff {' '.join(runs)}",
+    ]
     lines += [f"{lines[-1]} --html {tmp_path}/r.html", f"export {runs[0]} --to {tmp_path}/x"]
-    words = map(json.dumps, ((*HEAVY, "sqlite3"), [*modules, "sqlite3"], [line.split() for line in lines]))
-    done = subprocess.run([sys.executable, "-c", SCRIPT, *words], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "['sqlite3']\n"), f"what is loaded is found: {done.stderr}"
+    words = map(
+        json.dumps, ((*HEAVY, "sqlite3"), [*modules, "sqlite3"], [line.split() for line in lines])
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *words], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "['sqlite3']\n"), (
+        f"what is loaded is found: {done.stderr}"
+    )
 
 
 def test_public_names_are_loaded_on_first_use_and_seen_by_type_checkers():

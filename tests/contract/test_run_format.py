@@ -1,7 +1,7 @@
 """Format version 2 of a run folder, pinned: names, columns, bytes; read here without det_callbacks.
 
-A failure means that older versions cannot read what this one writes: FORMAT_VERSION has to go up, and CHANGELOG.md to
-say so.
+A failure means that older versions cannot read what this one writes: FORMAT_VERSION has to go up,
+and CHANGELOG.md to say so.
 """
 
 import json
@@ -25,7 +25,7 @@ EVIDENCE = tuple(name.replace(".arrows", ".evidence.arrows") for name in STREAMS
 RUN_JSON = """
     format_version digest_version det_callbacks_version run_id purpose world_size attempts selection environment
     settings replay keep_tensors recorded_by
-"""
+"""  # noqa: E501  # a text
 STREAM_COLUMNS = {
     "step": "int64",
     "epoch": "int32",
@@ -48,7 +48,10 @@ LAYOUT_COLUMNS = {
     **dict.fromkeys(("shape", "stride"), "list<element: int64>"),
     "detail": "string",
 }
-ROLES = "output value argument input generator named samples sent delivered graph region_input graph_output"
+ROLES = (
+    "output value argument input generator named samples sent delivered graph region_input "
+    "graph_output"
+)
 
 
 @pytest.fixture(scope="module")
@@ -61,12 +64,18 @@ def columns(schema: pa.Schema) -> dict[str, str]:
 
 
 def xxh3(content: bytes) -> int:
-    """Return the digest of fewer than 256 KiB: XXH3-64 of the bytes, padded with zeros to whole KiB."""
+    """Return the digest of fewer than 256 KiB: XXH3-64 of the bytes,
+    padded with zeros to whole KiB.
+    """
     return xxhash.xxh3_64_intdigest(content + bytes(-len(content) % 1024))
 
 
 def test_the_names_in_the_folder_and_no_pickle(run):
-    beginnings = {path.relative_to(run).as_posix(): path.read_bytes()[:4] for path in run.rglob("*") if path.is_file()}
+    beginnings = {
+        path.relative_to(run).as_posix(): path.read_bytes()[:4]
+        for path in run.rglob("*")
+        if path.is_file()
+    }
     assert beginnings == {
         f"layouts/{LAYOUT}.parquet": b"PAR1",
         f"programs/{PROGRAM}.parquet": b"PAR1",
@@ -93,14 +102,28 @@ def test_the_streams_and_their_chains(run):
         stream = pa.ipc.open_stream((run / "rank-00000" / name).read_bytes())
         rows = stream.read_all().to_pylist()
         assert columns(stream.schema) == STREAM_COLUMNS
-        place = {b"run_id": run_id.encode(), b"rank": b"0", b"attempt": b"0", b"segment": str(segment).encode()}
+        place = {
+            b"run_id": run_id.encode(),
+            b"rank": b"0",
+            b"attempt": b"0",
+            b"segment": str(segment).encode(),
+        }
         assert stream.schema.metadata == {**versions, **place}
-        assert [(row["step"], row["epoch"]) for row in rows] == [(step, step // 4) for step in range(num_steps)]
+        assert [(row["step"], row["epoch"]) for row in rows] == [
+            (step, step // 4) for step in range(num_steps)
+        ]
         chain = 0
         for step, row in enumerate(rows):
             assert (f"{row['program_id']:016x}", f"{row['layout_id']:016x}") == (PROGRAM, LAYOUT)
             assert row["digests"] == digests_of(step).tolist()
-            numbers = [chain, row["step"], row["epoch"], row["program_id"], row["layout_id"], *row["digests"]]
+            numbers = [
+                chain,
+                row["step"],
+                row["epoch"],
+                row["program_id"],
+                row["layout_id"],
+                *row["digests"],
+            ]
             chain = xxh3(struct.pack(f"<{len(numbers)}Q", *numbers))
             assert row["chain"] == chain
 
@@ -120,20 +143,40 @@ def test_the_sites_and_their_ids(run):
         *('{"other":2.0}', ["lr"], True),
         ["train.py:41 in forward", "train.py:7 in main"],
     )
-    assert second[2:] == ("backward", "net", "aten.mul.Tensor", 0, "output", "", "", "", "{}", [], False, [])
+    assert second[2:] == (
+        "backward",
+        "net",
+        "aten.mul.Tensor",
+        0,
+        "output",
+        "",
+        "",
+        "",
+        "{}",
+        [],
+        False,
+        [],
+    )
     ids = [xxh3_of_json(row[2:]) for row in (first, second)]
     assert [row[:2] for row in (first, second)] == [*enumerate(ids)]
     assert f"{xxh3(struct.pack('<2Q', *ids)):016x}" == SITES
 
 
 def test_a_program_and_its_name(run):
-    sites = {row["site"]: row for row in pq.read_table(run / "sites" / f"{SITES}.parquet").to_pylist()}
+    sites = {
+        row["site"]: row for row in pq.read_table(run / "sites" / f"{SITES}.parquet").to_pylist()
+    }
     table = pq.read_table(run / "programs" / f"{PROGRAM}.parquet")
     assert columns(table.schema) == PROGRAM_COLUMNS
     ids, inputs = table.column("site").to_pylist(), table.column("inputs").to_pylist()
     first, second = sites
     assert (ids, inputs) == ([first, second, second], [[0], [], []])
-    counts = {"ops_seen": 9, "ops_digested": 3, "ops_skipped": {"view": 6}, "opaque_regions": ["net.fused"]}
+    counts = {
+        "ops_seen": 9,
+        "ops_digested": 3,
+        "ops_skipped": {"view": 6},
+        "opaque_regions": ["net.fused"],
+    }
     metadata = table.schema.metadata
     assert set(metadata) == {b"format_version", b"counts", b"digest"}
     assert (metadata[b"format_version"], json.loads(metadata[b"counts"])) == (b"2", counts)
@@ -141,7 +184,9 @@ def test_a_program_and_its_name(run):
     assert metadata[b"digest"].decode() == f"{xxh3(content):016x}"
     # source lines are no part of the name, nor are positions
     kinds = [xxh3_of_json([*sites[one].values()][2:-1]) for one in ids]
-    content = struct.pack("<3Q", *kinds) + struct.pack("<3i", *map(len, inputs)) + struct.pack("<i", 0)
+    content = (
+        struct.pack("<3Q", *kinds) + struct.pack("<3i", *map(len, inputs)) + struct.pack("<i", 0)
+    )
     assert f"{xxh3(content):016x}" == f"{small_program().id:016x}" == PROGRAM
 
 
@@ -150,7 +195,11 @@ def test_a_layout_and_its_name(run):
     assert columns(table.schema) == LAYOUT_COLUMNS
     assert table.schema.metadata == {b"format_version": b"2"}
     tensor = ["float32", [2, 3], [3, 1], ""]
-    assert [[*row.values()] for row in table.to_pylist()] == [[0, *tensor], [1, *[None] * 4], [2, *tensor]]
+    assert [[*row.values()] for row in table.to_pylist()] == [
+        [0, *tensor],
+        [1, *[None] * 4],
+        [2, *tensor],
+    ]
     entry = xxh3(json.dumps(tensor, separators=(",", ":")).encode())
     name = xxh3(struct.pack("<3Q", entry, xxh3(b"null"), entry))
     assert f"{name:016x}" == f"{small_layout().id:016x}" == LAYOUT

@@ -1,4 +1,6 @@
-"""What is asked of an object of Lightning is asked of ``pytorch_lightning``'s as well: ``isinstance(x, either(X))``."""
+"""What is asked of an object of Lightning is asked of ``pytorch_lightning``'s as well:
+``isinstance(x, either(X))``.
+"""
 
 import ast
 from collections.abc import Iterator
@@ -12,10 +14,18 @@ ROOMS = ("lightning", "det_callbacks.internals.lightning")
 def one_sided(source: str) -> list[int]:
     """Return the lines that look for a class of ``lightning`` alone."""
     tree = ast.parse(source)
-    imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and is_of_lightning(node.module)]
+    imported = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and is_of_lightning(node.module)
+    ]
     names = {alias.asname or alias.name for node in imported for alias in node.names}
     names |= {"pl"} if "import lightning.pytorch as pl" in source else set()
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) in TESTS]
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in TESTS
+    ]
     return [call.lineno for call in calls if names & {*outside_either(call.args[-1])}]
 
 
@@ -37,7 +47,9 @@ def outside_either(node: ast.AST) -> Iterator[str]:
 
 
 def test_no_class_of_lightning_is_looked_for_alone():
-    found = {path: lines for path, text in sources("det_callbacks").items() if (lines := one_sided(text))}
+    found = {
+        path: lines for path, text in sources("det_callbacks").items() if (lines := one_sided(text))
+    }
     assert found == {}
 
 

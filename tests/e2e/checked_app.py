@@ -28,7 +28,8 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         number = self.numbers[index]
         image = self.images[number]
-        if "augmentation" in FAULTS:  # in the main process it draws what shuffling and dropout draw from
+        # in the main process it draws what shuffling and dropout draw from
+        if "augmentation" in FAULTS:
             image = image + 0.1 * torch.rand(image.shape)
         return image, torch.tensor(number % 10)
 
@@ -54,13 +55,17 @@ class Model(pl.LightningModule):
 
 
 def train() -> None:
-    loader = DataLoader(Samples(list(set(NAMES)) if "set" in FAULTS else NAMES), batch_size=8, shuffle=True)
+    loader = DataLoader(
+        Samples(list(set(NAMES)) if "set" in FAULTS else NAMES), batch_size=8, shuffle=True
+    )
     options: dict[str, Any] = {"devices": 2, "strategy": "ddp"} if "ddp" in FAULTS else {}
     if "own" in FAULTS:
         from det_callbacks import DeterminismCallback
 
         options["callbacks"] = DeterminismCallback("own", mode="record", level="state")
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    quiet = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
     pl.Trainer(max_epochs=1, accelerator="cpu", **quiet, **options).fit(Model(), loader)
 
 

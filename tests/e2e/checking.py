@@ -37,14 +37,21 @@ def write_app(folder: Path) -> Path:
 @pytest.fixture
 def run_command(tmp_path: Path, monkeypatch: Any, capfd: Any) -> Run:
     groups = {it.group for it in entry_points(name="det_callbacks")}
-    assert {"lightning.pytorch.callbacks_factory", "pytorch_lightning.callbacks_factory"} <= groups, (
+    assert {
+        "lightning.pytorch.callbacks_factory",
+        "pytorch_lightning.callbacks_factory",
+    } <= groups, (
         "the package was installed before it had this entry point: pip install --no-deps -e ."
     )
     write_app(tmp_path / "app")
     monkeypatch.chdir(tmp_path / "app")
 
-    def fork(words: Sequence[str], *, variables: Mapping[str, str], output: IO[bytes] | None = None) -> int:
-        return fork_process(words, variables=variables, output=None if output is None else output.fileno())
+    def fork(
+        words: Sequence[str], *, variables: Mapping[str, str], output: IO[bytes] | None = None
+    ) -> int:
+        return fork_process(
+            words, variables=variables, output=None if output is None else output.fileno()
+        )
 
     monkeypatch.setattr(checks, "run_process", fork)
 

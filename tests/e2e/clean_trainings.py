@@ -1,7 +1,9 @@
-"""Correct trainings, in which no finding may say anything; run as a script, it trains and prints what they say.
+"""Correct trainings, in which no finding may say anything; run as a script,
+it trains and prints what they say.
 
-``python clean_trainings.py styles`` trains well-known styles, ``modules`` each module of torch's own module_db, with
-the optimizers of its optim_db in turn, and ``models`` small transformers and torchvision models.
+``python clean_trainings.py styles`` trains well-known styles, ``modules`` each module of torch's
+own module_db, with the optimizers of its optim_db in turn, and ``models`` small
+transformers and torchvision models.
 """
 
 import contextlib
@@ -29,7 +31,8 @@ from det_callbacks.runs.store import Run
 
 NUM_STEPS = 21
 Step = Callable[[Any], None]
-Trained = tuple[nn.Module, Any, Step]  # the model, its optimizers, and what a step does with a batch
+# the model, its optimizers, and what a step does with a batch
+Trained = tuple[nn.Module, Any, Step]
 
 
 def mlp(*widths: int) -> nn.Sequential:
@@ -45,14 +48,19 @@ def update(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
 
 def adversarial() -> Trained:
     generator = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 12))
-    critic = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(12, 16)), nn.ReLU(), nn.Linear(16, 1))
+    critic = nn.Sequential(
+        nn.utils.parametrizations.spectral_norm(nn.Linear(12, 16)), nn.ReLU(), nn.Linear(16, 1)
+    )
     optimizers = [torch.optim.Adam(one.parameters(), 2e-3) for one in (generator, critic)]
 
     def step(batch: Tensor) -> None:
         fake = generator(torch.randn(len(batch), 4))
         update(
             optimizers[1],
-            (nn.functional.softplus(-critic(batch)) + nn.functional.softplus(critic(fake.detach()))).mean(),
+            (
+                nn.functional.softplus(-critic(batch))
+                + nn.functional.softplus(critic(fake.detach()))
+            ).mean(),
         )
         update(optimizers[0], nn.functional.softplus(-critic(fake)).mean())
 
@@ -119,7 +127,10 @@ def contrastive() -> Trained:
         with torch.no_grad():
             wanted = nn.functional.normalize(keys(batch + 0.1 * torch.randn_like(batch)), dim=1)
         logits = torch.cat([(found * wanted).sum(1, keepdim=True), found @ model.queue.T], 1) / 0.1
-        update(optimizer, nn.functional.cross_entropy(logits, torch.zeros(len(batch), dtype=torch.long)))
+        update(
+            optimizer,
+            nn.functional.cross_entropy(logits, torch.zeros(len(batch), dtype=torch.long)),
+        )
         with torch.no_grad():
             model.queue = torch.cat([wanted, model.queue])[:32]
             for one, other in zip(keys.parameters(), queries.parameters(), strict=True):
@@ -137,7 +148,11 @@ class Convolved(nn.Module):
 
     def forward(self, nodes: Tensor, edges: Tensor) -> Tensor:
         for number, layer in enumerate((self.first, self.last)):
-            nodes = layer(nodes) if number == 0 else layer(nn.functional.dropout(nodes.relu(), 0.2, self.training))
+            nodes = (
+                layer(nodes)
+                if number == 0
+                else layer(nn.functional.dropout(nodes.relu(), 0.2, self.training))
+            )
             nodes = torch.zeros_like(nodes).index_add(0, edges[1], nodes[edges[0]]) / 4 + nodes
         return nodes
 
@@ -148,7 +163,9 @@ def graph() -> Trained:
     edges = torch.randint(8, (2, 32))
 
     def step(batch: Tensor) -> None:
-        update(optimizer, nn.functional.cross_entropy(model(batch, edges)[:5], batch[:5, :3].argmax(1)))
+        update(
+            optimizer, nn.functional.cross_entropy(model(batch, edges)[:5], batch[:5, :3].argmax(1))
+        )
 
     return model, optimizer, step
 
@@ -164,7 +181,9 @@ class Block(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         heads = self.heads(self.norms[0](inputs)).chunk(3, -1)
         queries, keys, values = (one.unflatten(-1, (2, -1)).transpose(1, 2) for one in heads)
-        attended = nn.functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, dropout_p=0.1)
+        attended = nn.functional.scaled_dot_product_attention(
+            queries, keys, values, is_causal=True, dropout_p=0.1
+        )
         inputs = inputs + self.out(attended.transpose(1, 2).flatten(2))
         flat = self.norms[1](inputs).flatten(0, 1)
         gate, chosen = self.router(flat).softmax(-1).max(-1)
@@ -195,13 +214,17 @@ class Language(nn.Module):
 def language() -> Trained:
     model = Language()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 + 0.5 * math.cos(step / 8))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 0.5 + 0.5 * math.cos(step / 8)
+    )
 
     def step(batch: Tensor) -> None:
         tokens = ((batch + 3) * 4).long().clamp(0, 23)
         for part in tokens.chunk(2):  # accumulated
             outputs = model(part)[:, :-1]
-            (nn.functional.cross_entropy(outputs.flatten(0, 1), part[:, 1:].flatten()) / 2).backward()
+            (
+                nn.functional.cross_entropy(outputs.flatten(0, 1), part[:, 1:].flatten()) / 2
+            ).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
@@ -226,7 +249,12 @@ def of_modules() -> Iterator[tuple[str, Trained, Callable[[], Any]]]:
     skipped = ("Muon", "SparseAdam")  # for matrices, and for sparse gradients
     classes = [one.optim_cls for one in optim_db if one.optim_cls.__name__ not in skipped]
     for number, info in enumerate(module_db):
-        options = {"device": "cpu", "dtype": torch.float32, "requires_grad": False, "training": True}
+        options = {
+            "device": "cpu",
+            "dtype": torch.float32,
+            "requires_grad": False,
+            "training": True,
+        }
         for sample in info.module_inputs_func(info, **options):
             made, given = sample.constructor_input, sample.forward_input
             if given is None or not given.args:
@@ -234,7 +262,11 @@ def of_modules() -> Iterator[tuple[str, Trained, Callable[[], Any]]]:
             model = nn.ModuleDict({"tested": info.module_cls(*made.args, **made.kwargs)})
             trained = _of_module(model, classes[number % len(classes)], given)
             if trained is not None:
-                yield f"{info.name} {classes[number % len(classes)].__name__}", trained, partial(_noisy, given.args)
+                yield (
+                    f"{info.name} {classes[number % len(classes)].__name__}",
+                    trained,
+                    partial(_noisy, given.args),
+                )
                 break
 
 
@@ -281,21 +313,44 @@ def of_models() -> Iterator[tuple[str, Trained, Callable[[], Any]]]:
     """Yield trainings of small models of transformers and torchvision, with random weights."""
     import transformers
 
-    small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    small = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
     of_gpt = {"n_embd": 16, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
-    of_t5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
+    of_t5 = {
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 32,
+        "num_layers": 2,
+        "num_heads": 2,
+        "decoder_start_token_id": 0,
+    }
     kinds: dict[str, dict[str, Any]] = {
-        "GPT2": of_gpt, "Bert": small, "Roberta": small, "Llama": {**small, "num_key_value_heads": 2},
-        "Qwen2": {**small, "num_key_value_heads": 2}, "T5": of_t5,
+        "GPT2": of_gpt, "Bert": small, "Roberta": small, "T5": of_t5,
+        **dict.fromkeys(("Llama", "Qwen2"), {**small, "num_key_value_heads": 2}),
     }  # fmt: skip
     for kind, options in kinds.items():
         config = getattr(transformers, f"{kind}Config")(vocab_size=24, pad_token_id=0, **options)
         head = {"Bert": "ForMaskedLM", "Roberta": "ForMaskedLM", "T5": "ForConditionalGeneration"}
         name = f"{kind}{head.get(kind, 'LMHeadModel' if kind == 'GPT2' else 'ForCausalLM')}"
-        yield name, _of_loss(getattr(transformers, name)(config).train()), lambda: torch.randint(1, 24, (4, 8))
+        yield (
+            name,
+            _of_loss(getattr(transformers, name)(config).train()),
+            lambda: torch.randint(1, 24, (4, 8)),
+        )
     import torchvision
 
-    for name in ("resnet18", "mobilenet_v3_small", "vit_b_16", "efficientnet_b0", "convnext_tiny", "swin_t"):
+    for name in (
+        "resnet18",
+        "mobilenet_v3_small",
+        "vit_b_16",
+        "efficientnet_b0",
+        "convnext_tiny",
+        "swin_t",
+    ):
         size = {"image_size": 32} if name == "vit_b_16" else {}
         model = getattr(torchvision.models, name)(num_classes=3, **size)
         yield name, _of_classes(model), lambda: torch.randn(2, 3, 32, 32)
@@ -303,7 +358,11 @@ def of_models() -> Iterator[tuple[str, Trained, Callable[[], Any]]]:
 
 def _of_loss(model: nn.Module) -> Trained:
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    return model, optimizer, lambda tokens: update(optimizer, model(input_ids=tokens, labels=tokens).loss)
+    return (
+        model,
+        optimizer,
+        lambda tokens: update(optimizer, model(input_ids=tokens, labels=tokens).loss),
+    )
 
 
 def _of_classes(model: nn.Module) -> Trained:
@@ -311,7 +370,9 @@ def _of_classes(model: nn.Module) -> Trained:
     return (
         model,
         optimizer,
-        lambda images: update(optimizer, nn.functional.cross_entropy(model(images), images.mean((2, 3)).argmax(1))),
+        lambda images: update(
+            optimizer, nn.functional.cross_entropy(model(images), images.mean((2, 3)).argmax(1))
+        ),
     )
 
 

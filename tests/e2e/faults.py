@@ -1,7 +1,7 @@
 """A network of more than fifty modules, and ways of planting one fault in a training of it.
 
-A fault "below the trace" is a dispatch mode that is open around the whole fit: to the trace, it is the op itself that
-returned other bits.
+A fault "below the trace" is a dispatch mode that is open around the whole fit: to the trace, it is
+the op itself that returned other bits.
 """
 
 from collections.abc import Callable, Iterator
@@ -106,7 +106,8 @@ class Below(TorchDispatchMode):
     module: str | None = None  # in whose forward pass; None for a backward
     call: int = 0  # there
     is_gross: bool = False  # adds one to every element instead, so that all that follows differs
-    written: int | None = None  # wherever the op runs, in this one of the tensors of its first argument
+    # wherever the op runs, in this one of the tensors of its first argument
+    written: int | None = None
     is_inside = False
     num_calls = 0
 
@@ -119,7 +120,9 @@ class Below(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        is_here = self.is_inside if self.module is not None else torch._C._current_graph_task_id() != -1
+        is_here = (
+            self.is_inside if self.module is not None else torch._C._current_graph_task_id() != -1
+        )
         is_meant = str(func).startswith(f"{self.op}.") and self.model.global_step == self.step
         if is_meant and (is_here or self.written is not None):
             if self.num_calls == self.call:

@@ -1,4 +1,6 @@
-"""Data of trainings that repeat what they should not: samplers, iterators and workers; and attention."""
+"""Data of trainings that repeat what they should not: samplers, iterators
+and workers; and attention.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -31,7 +33,9 @@ class WithEpoch(Sampler[int]):
         return 32
 
     def __iter__(self) -> Iterator[int]:
-        return iter(torch.randperm(32, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+        return iter(
+            torch.randperm(32, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        )
 
 
 class Stuck(IterableDataset[Any]):
@@ -43,7 +47,10 @@ class Stuck(IterableDataset[Any]):
                 TensorDataset(
                     *(
                         tensor.repeat(2, *[1] * (tensor.dim() - 1))
-                        for tensor in (torch.arange(384.0).reshape(32, 12).sin(), torch.arange(32) % 3)
+                        for tensor in (
+                            torch.arange(384.0).reshape(32, 12).sin(),
+                            torch.arange(32) % 3,
+                        )
                     )
                 ),
                 batch_size=8,
@@ -71,7 +78,9 @@ class FromProcess(Sampler[int]):
         return 32
 
     def __iter__(self) -> Iterator[int]:
-        order = torch.randperm(32, generator=None if self.shuffles else torch.Generator().manual_seed(0))
+        order = torch.randperm(
+            32, generator=None if self.shuffles else torch.Generator().manual_seed(0)
+        )
         return iter(order.tolist())
 
 

@@ -1,4 +1,6 @@
-"""Loops that make the mistakes that findings name, and the nearest innocent ones: each records a run in a folder."""
+"""Loops that make the mistakes that findings name, and the nearest innocent ones:
+each records a run in a folder.
+"""
 
 import copy
 import warnings
@@ -72,9 +74,14 @@ def recorded(task: Callable[[], Task], folder: Path) -> Path:
     data = torch.Generator().manual_seed(3)
     run = TrainingRun(folder, mode="record", model=one.model, optimizers=one.optimizer, level="op")
     with run, one.around(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Using a target size|None of the inputs have requires_grad")
+        warnings.filterwarnings(
+            "ignore", "Using a target size|None of the inputs have requires_grad"
+        )
         for _ in range(one.num_steps):
-            batch = torch.randn(8, FEATURES, generator=data), torch.randint(CLASSES, (8,), generator=data)
+            batch = (
+                torch.randn(8, FEATURES, generator=data),
+                torch.randint(CLASSES, (8,), generator=data),
+            )
             with run.step(batch):
                 one.step(*batch)
             torch.rand(1)  # as a loader that shuffles
@@ -133,7 +140,9 @@ class Converges(StopsTraining):
 
 
 class LowRank(nn.Module):
-    """A frozen layer with a trained addition, in a checkpointed region whose input requires no gradient."""
+    """A frozen layer with a trained addition, in a checkpointed region whose
+    input requires no gradient.
+    """
 
     use_reentrant = True
 
@@ -236,7 +245,9 @@ def energy_distance(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
 
 
 class Recomputed(nn.Module):
-    """Dropout, attention, or a scale that changes after the forward pass, in a checkpointed region."""
+    """Dropout, attention, or a scale that changes after the forward pass,
+    in a checkpointed region.
+    """
 
     preserves, scales, only_drops = False, False, False
 
@@ -264,7 +275,10 @@ class Recomputed(nn.Module):
 
 def recomputed(**attributes: Any) -> Training:
     hidden = type("OtherRecomputed", (Recomputed,), attributes)
-    return partial(recorded, type("Recomputes", (Task,), {"build": lambda self: setattr(self, "model", Net(hidden()))}))
+    return partial(
+        recorded,
+        type("Recomputes", (Task,), {"build": lambda self: setattr(self, "model", Net(hidden()))}),
+    )
 
 
 # state
@@ -308,10 +322,14 @@ class Distils(Task):
     def step(self, inputs: Tensor, labels: Tensor) -> None:
         super().step(inputs, labels)
         with torch.no_grad():
-            for average, one in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            for average, one in zip(
+                self.teacher.parameters(), self.student.parameters(), strict=True
+            ):
                 average.lerp_(one, 0.1)
             if self.averages_buffers:
-                for average, one in zip(self.teacher.buffers(), self.student.buffers(), strict=True):
+                for average, one in zip(
+                    self.teacher.buffers(), self.student.buffers(), strict=True
+                ):
                     average.copy_(one)
 
 
@@ -324,7 +342,9 @@ class FineTunes(Task):
 
     def build(self) -> None:
         self.model, backbone = nn.Sequential(), nn.Sequential()
-        (backbone if self.holds_linear else self.model).add_module("linear", nn.Linear(FEATURES, 16))
+        (backbone if self.holds_linear else self.model).add_module(
+            "linear", nn.Linear(FEATURES, 16)
+        )
         backbone.add_module("norm", nn.BatchNorm1d(16))
         self.model.add_module("backbone", backbone)
         self.model.add_module("last", nn.Linear(16, CLASSES))
@@ -346,7 +366,9 @@ class CastsOnce(Task):
 
 
 class NearItsStart(Task):
-    """A penalty on the distance to the initial weights, of which it holds copies; two layers are tied."""
+    """A penalty on the distance to the initial weights, of which it holds copies;
+    two layers are tied.
+    """
 
     def build(self) -> None:
         super().build()
@@ -356,8 +378,13 @@ class NearItsStart(Task):
         self.start = {name: one.detach().clone() for name, one in self.model.named_parameters()}
 
     def loss(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        distances = [(one - self.start[name]).square().sum() for name, one in self.model.named_parameters()]
-        return super().loss(nn.functional.pad(inputs, (0, 4)), labels) + 0.1 * torch.stack(distances).sum()
+        distances = [
+            (one - self.start[name]).square().sum() for name, one in self.model.named_parameters()
+        ]
+        return (
+            super().loss(nn.functional.pad(inputs, (0, 4)), labels)
+            + 0.1 * torch.stack(distances).sum()
+        )
 
 
 class PutsBack(Task):
@@ -404,7 +431,9 @@ GUILTY_LOOPS: dict[str, list[tuple[Training, tuple[int, ...], list[str]]]] = {
     "broadcast_loss": [
         (with_one_output(crossed), (0, 7), ["loss"]),
         (
-            with_one_output(lambda model, inputs, labels: smooth_l1_loss(model(inputs), labels.float())),
+            with_one_output(
+                lambda model, inputs, labels: smooth_l1_loss(model(inputs), labels.float())
+            ),
             (0, 7),
             ["loss"],
         ),
@@ -412,9 +441,12 @@ GUILTY_LOOPS: dict[str, list[tuple[Training, tuple[int, ...], list[str]]]] = {
     "recomputation_differs": [
         (recomputed(), (0, 7), ["hidden"]),
         (recomputed(scales=True), (0, 7), ["hidden"]),
-        (recomputed(only_drops=True), (0, 7), ["hidden.drop"]),  # no line of the program in its region
+        # no line of the program in its region
+        (recomputed(only_drops=True), (0, 7), ["hidden.drop"]),
     ],
-    "stale_state": [(variant(Distils), (0, 23), ["teacher.hidden.running_mean", "teacher.hidden.running_var"])],
+    "stale_state": [
+        (variant(Distils), (0, 23), ["teacher.hidden.running_mean", "teacher.hidden.running_var"])
+    ],
     "moving_statistics": [
         (variant(FineTunes), (0, 23), ["backbone.norm.running_mean", "backbone.norm.running_var"]),
     ],

@@ -82,7 +82,11 @@ class Unused(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         is_used = self.is_used and batch_idx == 2  # an expert that one step of four takes
-        return loss + cross_entropy(self.unused(torch.relu(self.first(batch[0]))), batch[1]) if is_used else loss
+        return (
+            loss + cross_entropy(self.unused(torch.relu(self.first(batch[0]))), batch[1])
+            if is_used
+            else loss
+        )
 
 
 class NeverCleared(Plain):
@@ -91,12 +95,16 @@ class NeverCleared(Plain):
 
 
 class ClearsToZero(Plain):
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+    def optimizer_zero_grad(
+        self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer
+    ) -> None:
         optimizer.zero_grad(set_to_none=False)
 
 
 class Adversarial(Plain):
-    """Clears the gradients of its critic, the last layer, after those of its generator were added to them."""
+    """Clears the gradients of its critic, the last layer, after those of its
+    generator were added to them.
+    """
 
     automatic_optimization = False
 
@@ -112,7 +120,9 @@ class Adversarial(Plain):
 
     def configure_optimizers(self) -> Any:
         generator = [*self.first.parameters(), *self.norm.parameters()]
-        return torch.optim.Adam(generator, lr=1e-3), torch.optim.Adam(self.last.parameters(), lr=1e-3)
+        return torch.optim.Adam(generator, lr=1e-3), torch.optim.Adam(
+            self.last.parameters(), lr=1e-3
+        )
 
 
 class SlowHead(Plain):
@@ -121,7 +131,10 @@ class SlowHead(Plain):
     for_good = True
 
     def configure_optimizers(self) -> Any:
-        groups = [{"params": [*self.first.parameters(), *self.norm.parameters()]}, {"params": self.last.parameters()}]
+        groups = [
+            {"params": [*self.first.parameters(), *self.norm.parameters()]},
+            {"params": self.last.parameters()},
+        ]
         optimizer = torch.optim.SGD(groups, lr=0.1)
         rates = [lambda step: 1.0, lambda step: 0.0 if self.for_good or step < 2 else 1.0]
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rates)
@@ -168,7 +181,9 @@ class InEval(Plain):
 
 
 class EndsInEval(Plain):
-    """Its statistics stand still after the first epoch, as after a validation that called eval()."""
+    """Its statistics stand still after the first epoch, as after a
+    validation that called eval().
+    """
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.norm.train(self.current_epoch == 0)
@@ -185,5 +200,7 @@ class Averaged(Plain):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.updates:
-            for average, parameter in zip(self.head_ema.parameters(), self.last.parameters(), strict=True):
+            for average, parameter in zip(
+                self.head_ema.parameters(), self.last.parameters(), strict=True
+            ):
                 average.lerp_(parameter.detach(), 0.1)

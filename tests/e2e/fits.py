@@ -1,4 +1,6 @@
-"""Small models, one for each style of training, and fits of them that can be repeated and made to fail anywhere."""
+"""Small models, one for each style of training, and fits of them that can be repeated
+and made to fail anywhere.
+"""
 
 import random
 import warnings
@@ -62,7 +64,8 @@ class Classifier(pl.LightningModule):
 
 
 class Noisy(Classifier):
-    """Nondeterministic in its forward, in its backward, in place and in a number that it reads back.
+    """Nondeterministic in its forward, in its backward, in place and in a
+    number that it reads back.
 
     What a relu saves is an output put back.
     """
@@ -110,14 +113,19 @@ class Scripted(Classifier):
     def __init__(self) -> None:
         super().__init__()
         with warnings.catch_warnings():
-            # torch says this of TorchScript as a whole; what was compiled before can still be trained
+            # torch says this of TorchScript as a whole; what was compiled
+            # before can still be trained
             warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is deprecated")
-            self.first = torch.jit.script(nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.ReLU()))
+            self.first = torch.jit.script(
+                nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.ReLU())
+            )
             self.last = torch.jit.trace(self.last, torch.zeros(2, 16))
 
 
 class Checkpointed(Classifier):
-    """Checkpoints one region without reentry, and one with it; and the output of a module gets None for a gradient."""
+    """Checkpoints one region without reentry, and one with it;
+    and the output of a module gets None for a gradient.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +133,9 @@ class Checkpointed(Classifier):
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = torch.relu(self.first(inputs))
-        hidden = checkpoint(lambda x: torch.tanh(self.drop(self.norm(x))) * 2, hidden, use_reentrant=False)
+        hidden = checkpoint(
+            lambda x: torch.tanh(self.drop(self.norm(x))) * 2, hidden, use_reentrant=False
+        )
         undefined = OnGradient.apply(self.stopped(inputs), lambda gradient: None)
         return checkpoint(self.last, hidden, use_reentrant=True) + undefined
 
@@ -165,7 +175,10 @@ STYLES: dict[str, tuple[Callable[[], Classifier], dict[str, Any]]] = {
     "checkpoint": (Checkpointed, {}),
     "sparse": (Sparse, {}),
     "skipping": (Skipping, {}),
-    "validated": (Validated, {"val_check_interval": 2, "num_sanity_val_steps": 1, "limit_val_batches": 2}),
+    "validated": (
+        Validated,
+        {"val_check_interval": 2, "num_sanity_val_steps": 1, "limit_val_batches": 2},
+    ),
 }
 
 
@@ -188,7 +201,9 @@ class Steady(Classifier):
 
 
 class RaiseAt(pl.Callback):
-    """Raises at the third call of one hook, or in the backward pass of the third step ("backward")."""
+    """Raises at the third call of one hook, or in the backward pass of
+    the third step ("backward").
+    """
 
     def __init__(self, hook: str, error: BaseException, *, call: int = 3) -> None:
         self.num_calls = 0
@@ -207,7 +222,9 @@ class RaiseAt(pl.Callback):
 class Fit:
     """One Trainer, one model and one loader, so that a test can fit more than once."""
 
-    def __init__(self, *callbacks: pl.Callback, model: Callable[[], Any] = Classifier, **options: Any) -> None:
+    def __init__(
+        self, *callbacks: pl.Callback, model: Callable[[], Any] = Classifier, **options: Any
+    ) -> None:
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(11)
         self.model = model()
@@ -245,7 +262,9 @@ def record(folder: Path, **options: Any) -> Path:
 
 
 def assert_nothing_left(fit: Fit, callback: DeterminismCallback) -> None:
-    """Nothing that a fit needs is there after it; what is global is watched for every test by the conftest."""
+    """Nothing that a fit needs is there after it; what is global is watched for
+    every test by the conftest.
+    """
     assert _get_current_dispatch_mode_stack() == []
     assert type(callback._hooks) is Steps
     loop = fit.trainer.fit_loop
@@ -254,5 +273,6 @@ def assert_nothing_left(fit: Fit, callback: DeterminismCallback) -> None:
     assert replaced <= {"save_checkpoint", "load_checkpoint", "remove_checkpoint"}
     assert type(loop._combined_loader) in (CombinedLoader, type(None))
     assert type(fit.loader.batch_sampler) is BatchSampler
-    writer = getattr(callback._session.run, "_writer", callback._session.run)  # a verification has one
+    # a verification has one
+    writer = getattr(callback._session.run, "_writer", callback._session.run)
     assert writer is None or writer._file is None

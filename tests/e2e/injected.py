@@ -1,7 +1,8 @@
-"""One fault at one operation on files: the n-th open, write, fsync, rename, ... below a folder fails, or kills.
+"""One fault at one operation on files: the n-th open, write, fsync, rename, ...
+below a folder fails, or kills.
 
-Python's audit tells of each operation before it happens, whoever asks for it, except writes, fsyncs and the cuts
-of an open file. A hook cannot be removed, so a process that injects has to be a fork.
+Python's audit tells of each operation before it happens, whoever asks for it, except writes, fsyncs
+and the cuts of an open file. A hook cannot be removed, so a process that injects has to be a fork.
 """
 
 import builtins
@@ -20,9 +21,13 @@ KILL = -1  # instead of the number of an error
 
 
 class Injection:
-    """Lets one operation below a folder fail with an error number, or kill the process; ``log`` lists them all."""
+    """Lets one operation below a folder fail with an error number, or kill the process;
+    ``log`` lists them all.
+    """
 
-    def __init__(self, folder: Path, log: Path, *, at: int | None = None, fault: int = KILL) -> None:
+    def __init__(
+        self, folder: Path, log: Path, *, at: int | None = None, fault: int = KILL
+    ) -> None:
         self._folder, self._at, self._fault = os.path.realpath(folder), at, fault
         self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         self._number = -1
@@ -57,14 +62,17 @@ class Injection:
         raise OSError(self._fault, os.strerror(self._fault))
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
-        is_relative = event in ("os.remove", "os.rmdir") and args[1] != -1  # of rmtree, in an open folder
+        # of rmtree, in an open folder
+        is_relative = event in ("os.remove", "os.rmdir") and args[1] != -1
         if event in AUDITED and (is_relative or any(self._is_inside(path) for path in args[:2])):
             self.meet(f"{event} {os.path.basename(str(args[0]))}")
         elif event == "fcntl.flock":
             self.meet(event)
 
     def _is_inside(self, path: Any) -> bool:
-        return isinstance(path, str | os.PathLike) and os.path.abspath(path).startswith(self._folder)
+        return isinstance(path, str | os.PathLike) and os.path.abspath(path).startswith(
+            self._folder
+        )
 
 
 class _File(io.FileIO):

@@ -1,4 +1,6 @@
-"""Training loops that know nothing of det_callbacks: ``python train.py STYLE [seed] [planted] [lr]``."""
+"""Training loops that know nothing of det_callbacks: ``python train.py
+STYLE [seed] [planted] [lr]``.
+"""
 
 import sys
 from typing import Any
@@ -33,7 +35,9 @@ class Critic(Net):
 model = Net()
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.02 if "lr" in WORDS else 0.01)
 generator = torch.Generator().manual_seed(3)
-samples = TensorDataset(torch.randn(24, 6, generator=generator), torch.randint(3, (24,), generator=generator))
+samples = TensorDataset(
+    torch.randn(24, 6, generator=generator), torch.randint(3, (24,), generator=generator)
+)
 loader = DataLoader(samples, batch_size=4, shuffle=True)
 held_out = DataLoader(samples, batch_size=8)
 num_trained = 0
@@ -74,7 +78,9 @@ def plain() -> None:
 
 
 def views() -> None:
-    """The model gets a view into what the loader gave, as a language model gets all tokens but the last."""
+    """The model gets a view into what the loader gave, as a language model
+    gets all tokens but the last.
+    """
     for inputs, labels in loader:
         plant()
         update(cross_entropy(model(inputs[:, :6]), labels))
@@ -124,7 +130,9 @@ def left_in_eval() -> None:
 
 
 def accumulation() -> None:
-    """Six batches, two a step, each drawn before the one before is trained on; a validation in between."""
+    """Six batches, two a step, each drawn before the one before is trained on;
+    a validation in between.
+    """
     batches = iter(loader)
     inputs, labels = next(batches)
     for number in range(6):
@@ -142,7 +150,9 @@ def accumulation() -> None:
 
 
 def uneven() -> None:
-    """Five batches, two a step, and a last one without an update; the weights are averaged after each update."""
+    """Five batches, two a step, and a last one without an update;
+    the weights are averaged after each update.
+    """
     mean = [parameter.detach().clone() for parameter in model.parameters()]
     order = [*range(6), 7, 6, *range(8, 24)] if "swapped" in WORDS else range(24)
     for number, (inputs, labels) in enumerate(DataLoader(samples, batch_size=5, sampler=order)):
@@ -307,4 +317,8 @@ def own() -> None:
 
 
 globals()[sys.argv[1]]()
-print("weights", sum(parameter.double().abs().sum().item() for parameter in model.parameters()), torch.rand(1).item())
+print(
+    "weights",
+    sum(parameter.double().abs().sum().item() for parameter in model.parameters()),
+    torch.rand(1).item(),
+)

@@ -1,4 +1,6 @@
-"""Training loops without a Trainer, by style, that can be recorded, verified and made to fail anywhere."""
+"""Training loops without a Trainer, by style, that can be recorded,
+verified and made to fail anywhere.
+"""
 
 import random
 from collections.abc import Callable, Sequence
@@ -22,7 +24,8 @@ def samples() -> TensorDataset:
     """24 random samples that are the same at every call."""
     generator = torch.Generator().manual_seed(3)
     return TensorDataset(
-        torch.randn(24, FEATURES, generator=generator), torch.randint(CLASSES, (24,), generator=generator)
+        torch.randn(24, FEATURES, generator=generator),
+        torch.randint(CLASSES, (24,), generator=generator),
     )
 
 
@@ -49,7 +52,9 @@ class Net(nn.Module):
 class Loop:
     """A model, its optimizers and a loader, and one step of each style."""
 
-    def __init__(self, model: nn.Module | None = None, *, optimizer: Any = torch.optim.AdamW) -> None:
+    def __init__(
+        self, model: nn.Module | None = None, *, optimizer: Any = torch.optim.AdamW
+    ) -> None:
         seed()
         self.model = Net() if model is None else model
         self.optimizers: Sequence[Any] = [optimizer(self.model.parameters(), lr=1e-2)]
@@ -148,7 +153,9 @@ class Closure(Loop):
     """LBFGS, which calls forward and backward itself."""
 
     def __init__(self) -> None:
-        super().__init__(optimizer=lambda parameters, lr: torch.optim.LBFGS(parameters, lr=0.1, max_iter=2))
+        super().__init__(
+            optimizer=lambda parameters, lr: torch.optim.LBFGS(parameters, lr=0.1, max_iter=2)
+        )
 
     def train_step(self, batch: Any) -> None:
         def closure() -> Tensor:
@@ -178,7 +185,14 @@ STYLES: dict[str, Callable[[], Loop]] = {
 }
 
 
-def train(make: Callable[[], Loop], reference: Path, *, plant: Any = None, epochs: int = 1, **arguments: Any) -> Any:
+def train(
+    make: Callable[[], Loop],
+    reference: Path,
+    *,
+    plant: Any = None,
+    epochs: int = 1,
+    **arguments: Any,
+) -> Any:
     loop = make()
     if plant is not None:
         loop.plant = lambda step: plant(loop, step)

@@ -29,7 +29,9 @@ def loop(
     torch.manual_seed(0)
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    run = TrainingRun(folder, model=net, optimizers=[optimizer], **{"mode": "record", **ALL, **options})
+    run = TrainingRun(
+        folder, model=net, optimizers=[optimizer], **{"mode": "record", **ALL, **options}
+    )
     with run, run.step(inputs):
         loss = net(inputs).float().square().mean()
         loss.backward()

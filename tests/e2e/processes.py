@@ -1,4 +1,5 @@
-"""Trainings on several real processes: forked, since an interpreter that imports torch takes longer than the test.
+"""Trainings on several real processes: forked, since an interpreter that imports torch
+takes longer than the test.
 
 Also a program that a launcher starts: ``python processes.py MODE FOLDER STRATEGY``.
 """
@@ -43,12 +44,17 @@ class Ended(NamedTuple):
 
 
 def run_ranks(
-    body: Callable[[int], Any], folder: Path, *, world_size: int = 2, seconds: float = 240.0, status: int | None = None
+    body: Callable[[int], Any],
+    folder: Path,
+    *,
+    world_size: int = 2,
+    seconds: float = 240.0,
+    status: int | None = None,
 ) -> list[Ended]:
     """Run a body on each rank, with the environment that a launcher gives it.
 
-    A process that hangs for so many seconds fails the test, and one that ends with another exit code, where all have to
-    end with one.
+    A process that hangs for so many seconds fails the test, and one that ends with another exit
+    code, where all have to end with one.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with socket.socket() as free:
@@ -56,7 +62,9 @@ def run_ranks(
         port = free.getsockname()[1]
     context = mp.get_context("fork")
     processes = [
-        context.Process(target=_start, args=(body, rank, world_size, port, folder / f"output-{rank}.txt"))
+        context.Process(
+            target=_start, args=(body, rank, world_size, port, folder / f"output-{rank}.txt")
+        )
         for rank in range(world_size)
     ]
     for process in processes:
@@ -71,8 +79,12 @@ def run_ranks(
     outputs = [(folder / f"output-{rank}.txt").read_text() for rank in range(world_size)]
     assert not hanging, f"ranks {hanging} hang:\n" + "\n----\n".join(outputs)
     codes = [process.exitcode or 0 for process in processes]
-    assert status is None or codes == [status] * world_size, f"{codes}:\n" + "\n----\n".join(outputs)
-    return [Ended(exit_code=code, output=output) for code, output in zip(codes, outputs, strict=True)]
+    assert status is None or codes == [status] * world_size, f"{codes}:\n" + "\n----\n".join(
+        outputs
+    )
+    return [
+        Ended(exit_code=code, output=output) for code, output in zip(codes, outputs, strict=True)
+    ]
 
 
 def _start(body: Callable[[int], Any], rank: int, world_size: int, port: int, output: Path) -> None:
@@ -83,7 +95,8 @@ def _start(body: Callable[[int], Any], rank: int, world_size: int, port: int, ou
         faulthandler.enable(2)
         try:
             body(rank)
-        except DetCallbacksError as error:  # the program ends with its exit code; a forked one has no exit handlers
+        except DetCallbacksError as error:
+            # the program ends with its exit code; a forked one has no exit handlers
             traceback.print_exc()
             sys.exit(error.exit_code)
 
@@ -114,7 +127,9 @@ def run_training(
     given = {name: options.pop(name) for name in [*options] if name in ARGUMENTS}
 
     def body(rank: int) -> None:
-        callback = DeterminismCallback(folder / "run", mode=mode, **{"current": folder / "current", **given})
+        callback = DeterminismCallback(
+            folder / "run", mode=mode, **{"current": folder / "current", **given}
+        )
         try:
             train(callback, **{"model": partial(Faulty, fault), **options})
         finally:
@@ -124,7 +139,8 @@ def run_training(
 
 
 class Faulty(Classifier):
-    """Does something else on rank 1, in step 2; where the collective is at fault, all ranks get something else.
+    """Does something else on rank 1, in step 2; where the collective is at fault,
+    all ranks get something else.
 
     With the fault "rate", rank 1 builds its optimizer with another learning rate.
     """
@@ -138,7 +154,8 @@ class Faulty(Classifier):
         total = batch[0].sum(0)
         dist.all_reduce(total)
         if self.fault == "collective" and self.trainer.fit_loop.epoch_loop.total_batch_idx == 2:
-            total.numpy().view(np.int32)[0] += 1  # past torch, so that it came out of the collective
+            # past torch, so that it came out of the collective
+            total.numpy().view(np.int32)[0] += 1
         loss: Tensor = super().training_step(batch, index)
         return loss + 0 * total.sum()
 
@@ -176,7 +193,9 @@ def verdict_in(folder: Path) -> dict[str, Any]:
 
 
 class Sharded(Classifier):
-    """FSDP2 over the data-parallel dimension, and tensor parallelism over the other, where it has several ranks."""
+    """FSDP2 over the data-parallel dimension, and tensor parallelism over the other,
+    where it has several ranks.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,15 +219,28 @@ class Sharded(Classifier):
 STRATEGIES: dict[str, tuple[Any, Any, int]] = {
     "ddp": ("ddp", Classifier, 2),
     "ddp_spawn": ("ddp_spawn", Classifier, 2),
-    "fsdp2": (lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1), Sharded, 2),
-    "mesh": (lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2), Sharded, 4),
+    "fsdp2": (
+        lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+        Sharded,
+        2,
+    ),
+    "mesh": (
+        lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2),
+        Sharded,
+        4,
+    ),
 }
 
 
 def run_strategy(mode: Any, folder: Path, name: str) -> None:
     strategy, model, world_size = STRATEGIES[name]
     callback = DeterminismCallback(folder / "run", mode=mode, current=folder / "current")
-    train(callback, model=model, strategy=strategy() if callable(strategy) else strategy, world_size=world_size)
+    train(
+        callback,
+        model=model,
+        strategy=strategy() if callable(strategy) else strategy,
+        world_size=world_size,
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Code of a program that counts its calls: batches, tensors, modes, modules, optimizers and data sets."""
+"""Code of a program that counts its calls: batches, tensors, modes, modules,
+optimizers and data sets.
+"""
 
 import collections
 import dataclasses
@@ -172,7 +174,9 @@ class Hiding(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> "Hiding":
-        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, requires_grad=inner.requires_grad)
+        return Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, requires_grad=inner.requires_grad
+        )
 
     def __init__(self, inner: Tensor) -> None:
         self.held = inner

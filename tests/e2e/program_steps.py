@@ -13,7 +13,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from program_code import CALLS, SEEN, Collate, Hiding, Noise, Passing, Samples, Seeing, Sub, network, noted
+from program_code import (
+    CALLS,
+    SEEN,
+    Collate,
+    Hiding,
+    Noise,
+    Passing,
+    Samples,
+    Seeing,
+    Sub,
+    network,
+    noted,
+)
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrizations, parametrize
@@ -56,7 +68,14 @@ def in_dispatch_mode(model: nn.Module, batch: Any) -> Tensor:
 def with_hooks_seen(model: nn.Module, batch: Any) -> Tensor:
     output = model(batch)
     graph = output.grad_fn
-    SEEN.append((output._backward_hooks, output._version, graph.name(), [str(one[0]) for one in graph.next_functions]))
+    SEEN.append(
+        (
+            output._backward_hooks,
+            output._version,
+            graph.name(),
+            [str(one[0]) for one in graph.next_functions],
+        )
+    )
     SEEN[-1] = (*SEEN[-1][:3], len(SEEN[-1][3]))
     output.retain_grad()
     SEEN.append(output.retains_grad)
@@ -130,7 +149,13 @@ def meta(model: nn.Module, batch: Any) -> None:
 
 
 def nested(model: nn.Module, batch: Any) -> None:
-    SEEN.append(torch.nested.nested_tensor([batch, batch[:2]], layout=torch.jagged).mul(2).values().sum().item())
+    SEEN.append(
+        torch.nested.nested_tensor([batch, batch[:2]], layout=torch.jagged)
+        .mul(2)
+        .values()
+        .sum()
+        .item()
+    )
     SEEN.append(torch.nested.nested_tensor([batch, batch[:2]]).to_padded_tensor(0.0).sum().item())
 
 
@@ -142,7 +167,9 @@ def layouts(model: nn.Module, batch: Any) -> None:
 
 
 def in_threads(model: nn.Module, batch: Any) -> None:
-    threads = [threading.Thread(target=lambda: SEEN.append(model(batch).sum().item())) for _ in range(2)]
+    threads = [
+        threading.Thread(target=lambda: SEEN.append(model(batch).sum().item())) for _ in range(2)
+    ]
     for thread in threads:
         thread.start()
         thread.join()
@@ -153,7 +180,9 @@ def traced_by_python(model: nn.Module, batch: Any) -> Tensor:
 
     def trace(frame: Any, event: str, argument: Any) -> Any:
         if "det_callbacks" not in frame.f_code.co_filename:
-            CALLS[f"{event} {frame.f_code.co_name}" if frame.f_code.co_name == "forward" else "other"] += 0
+            CALLS[
+                f"{event} {frame.f_code.co_name}" if frame.f_code.co_name == "forward" else "other"
+            ] += 0
         return None
 
     sys.setprofile(trace)
@@ -207,7 +236,10 @@ def finalised(model: nn.Module, batch: Any) -> None:
     """The order in which objects die."""
     seen: list[int] = []
     output = model(batch)
-    held = weakref.ref(output, lambda _: seen.append(1)), weakref.ref(model(batch), lambda _: seen.append(2))
+    held = (
+        weakref.ref(output, lambda _: seen.append(1)),
+        weakref.ref(model(batch), lambda _: seen.append(2)),
+    )
     SEEN.append([one() is None for one in held])
     del output
     SEEN.append(seen)
@@ -230,7 +262,9 @@ def without_environment(model: nn.Module, batch: Any) -> None:
 
 
 def warned(model: nn.Module, batch: Any) -> Tensor:
-    """Warnings of torch's C++ code, in forward and backward, and one of Python code about its caller."""
+    """Warnings of torch's C++ code, in forward and backward,
+    and one of Python code about its caller.
+    """
     batch.to(torch.complex64).to(torch.float32)
     loss = loss_of(model, batch)
     loss.grad  # noqa: B018  # warns
@@ -286,7 +320,9 @@ def with_saved_hooks(model: nn.Module, batch: Any) -> Tensor:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, keep):
         output = model(batch)
-    handle = torch.autograd.graph.register_multi_grad_hook([output], lambda _: noted("multi-grad hook"))
+    handle = torch.autograd.graph.register_multi_grad_hook(
+        [output], lambda _: noted("multi-grad hook")
+    )
     (gradient,) = torch.autograd.grad(output.sum(), model[0].weight, create_graph=True)
     handle.remove()
     loss: Tensor = gradient.square().sum() + output.square().mean()
@@ -300,7 +336,9 @@ def with_dual_numbers(model: nn.Module, batch: Any) -> None:
 
 
 def with_other_values(model: nn.Module, batch: Any) -> Tensor:
-    """Parameters are computed, as in meta-learning, and the gradients of a step flow through them."""
+    """Parameters are computed, as in meta-learning, and the gradients of a
+    step flow through them.
+    """
     parameters = {name: 2 * value for name, value in nn.Module.named_parameters(model)}
     loss: Tensor = torch.func.functional_call(model, parameters, (batch,)).square().mean()
     return loss
@@ -323,7 +361,9 @@ def written_in_place(model: nn.Module, batch: Any) -> Tensor:
 
 
 def several(model: nn.Module, batch: Any) -> Tensor:
-    """Outputs of which some get no gradient, an output that is a leaf, and one that is given twice."""
+    """Outputs of which some get no gradient, an output that is a leaf,
+    and one that is given twice.
+    """
     first, second = model(batch)
     SEEN.append((first._backward_hooks, second._backward_hooks, first is second))
     return first.mean()
@@ -396,6 +436,10 @@ def plain_loader() -> DataLoader[Any]:
 
 def pickled(loader: Any) -> None:
     """What a worker that is spawned, or a copy of a Trainer, needs."""
-    for copied in (pickle.loads(pickle.dumps(loader)), copy.deepcopy(loader), copy.copy(loader.batch_sampler)):
+    for copied in (
+        pickle.loads(pickle.dumps(loader)),
+        copy.deepcopy(loader),
+        copy.copy(loader.batch_sampler),
+    ):
         sampler = copied if isinstance(copied, BatchSampler) else copied.batch_sampler
         SEEN.append((type(sampler) is BatchSampler, sampler.batch_size, len(list(sampler))))

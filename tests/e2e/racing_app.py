@@ -9,7 +9,9 @@ from torch import Tensor, library, nn
 
 @library.custom_op("app::sum_rows", mutates_args=())
 def sum_rows(x: Tensor) -> Tensor:
-    """Return the sum of each row; like a kernel with atomic adds, in a different order at each call."""
+    """Return the sum of each row; like a kernel with atomic adds,
+    in a different order at each call.
+    """
     order = random.SystemRandom().sample(range(x.shape[1]), x.shape[1])
     total = torch.zeros(x.shape[0])
     for column in order:

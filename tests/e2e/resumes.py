@@ -1,4 +1,6 @@
-"""Trainings in which everything is random, that are recorded, stopped, resumed from a checkpoint and verified."""
+"""Trainings in which everything is random, that are recorded, stopped,
+resumed from a checkpoint and verified.
+"""
 
 import random
 from collections.abc import Callable
@@ -18,8 +20,10 @@ from det_callbacks import DeterminismCallback, NotResumableError
 RESUMING = [
     LIGHTNING_ADVICE,
     pytest.mark.usefixtures("environment_again"),  # seeds of Lightning
-    pytest.mark.filterwarnings("ignore::UserWarning:lightning"),  # more advice: callbacks, folders, the last model
-    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork"),  # Python's, of processes that are forked here
+    # more advice: callbacks, folders, the last model
+    pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
+    # Python's, of processes that are forked here
+    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork"),
 ]
 SAMPLES = 14
 BATCHES = 7
@@ -27,7 +31,9 @@ BATCHES = 7
 
 
 class Augmented(Dataset[Tensor]):
-    """Rows that get noise from all global generators, or ("own") from one of the data set's, or none."""
+    """Rows that get noise from all global generators, or ("own") from one
+    of the data set's, or none.
+    """
 
     def __init__(self, noise: str = "global", num_samples: int = SAMPLES) -> None:
         self.rows = torch.randn(num_samples, 4, generator=torch.Generator().manual_seed(0))
@@ -65,7 +71,10 @@ class Noisy(pl.LightningModule):
         return self.last(self.dropout(self.norm(self.first(rows)).relu()))
 
     def training_step(self, batch: Any, index: int) -> Tensor:
-        return self(batch).pow(2).mean() + torch.randn((), generator=self.noise) * self.first.weight.sum() / 100
+        return (
+            self(batch).pow(2).mean()
+            + torch.randn((), generator=self.noise) * self.first.weight.sum() / 100
+        )
 
     def validation_step(self, batch: Tensor, index: int) -> None:
         self(batch)
@@ -78,9 +87,12 @@ class Noisy(pl.LightningModule):
         torch.randn(3)
 
     def configure_optimizers(self) -> Any:
-        _ = self.trainer.estimated_stepping_batches  # Lightning sets up the data for it, before all else of a fit
+        # Lightning sets up the data for it, before all else of a fit
+        _ = self.trainer.estimated_stepping_batches
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9), "interval": "step"}]
+        return [optimizer], [
+            {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9), "interval": "step"}
+        ]
 
 
 def noisy(**methods: Callable[..., Any]) -> type[Noisy]:
@@ -107,7 +119,8 @@ class Manual(Noisy):
 class SaveAfter(pl.Callback):
     """Saves ``<n>.ckpt`` in a hook when n batches were trained.
 
-    Other ranks than the first are told another path, as where a metric in a file's name is another one on each.
+    Other ranks than the first are told another path, as where a metric in a file's
+    name is another one on each.
     """
 
     def __init__(self, folder: Path, *after: int, at: str = "train_batch_end") -> None:
@@ -121,7 +134,9 @@ class SaveAfter(pl.Callback):
             trainer.save_checkpoint(folder / f"{number}.ckpt")
 
 
-def fit(*callbacks: pl.Callback, model: Any = Noisy, data: Any = loader, **options: Any) -> pl.Trainer:
+def fit(
+    *callbacks: pl.Callback, model: Any = Noisy, data: Any = loader, **options: Any
+) -> pl.Trainer:
     pl.seed_everything(1, workers=True, verbose=False)
     ckpt_path, validates = options.pop("ckpt_path", None), options.pop("validates", False)
     trainer = quiet_trainer(*callbacks, **{"max_epochs": 2, "num_sanity_val_steps": 1, **options})
@@ -130,12 +145,16 @@ def fit(*callbacks: pl.Callback, model: Any = Noisy, data: Any = loader, **optio
     return trainer
 
 
-def record(folder: Path, *others: pl.Callback, level: Any = "state", how: Any = "exact", **options: Any) -> pl.Trainer:
+def record(
+    folder: Path, *others: pl.Callback, level: Any = "state", how: Any = "exact", **options: Any
+) -> pl.Trainer:
     callback = DeterminismCallback(folder / "run", mode="record", level=level, resume=how)
     return fit(callback, *others, **options)
 
 
-def resume(folder: Path, name: str, *others: pl.Callback, how: Any = "exact", **options: Any) -> Any:
+def resume(
+    folder: Path, name: str, *others: pl.Callback, how: Any = "exact", **options: Any
+) -> Any:
     current = folder / f"current-{name.removesuffix('.ckpt').replace('/', '-')}"
     callback = DeterminismCallback(folder / "run", current=current, resume=how)
     fit(callback, *others, ckpt_path=folder / name, **options)

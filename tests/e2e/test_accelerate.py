@@ -1,4 +1,6 @@
-"""A script of Accelerate, started by ``accelerate launch`` in two processes; needs accelerate and MPI (nox -s hf)."""
+"""A script of Accelerate, started by ``accelerate launch`` in two processes;
+needs accelerate and MPI (nox -s hf).
+"""
 
 import os
 import shutil
@@ -9,7 +11,9 @@ import pytest
 
 from det_callbacks.runs.store import Run
 
-pytest.importorskip("accelerate", reason="accelerate is not installed: pip install 'det_callbacks[hf]'")
+pytest.importorskip(
+    "accelerate", reason="accelerate is not installed: pip install 'det_callbacks[hf]'"
+)
 
 SCRIPT = """\
 import sys
@@ -31,22 +35,41 @@ for batch, labels in loader:
     accelerator.backward(nn.functional.cross_entropy(model(batch), labels))
     optimizer.step()
 accelerator.end_training()
-"""
+"""  # noqa: E501  # a text
 
 
 @pytest.mark.ddp
-@pytest.mark.skipif(not shutil.which("mpirun"), reason="accelerate launch starts several processes on a CPU by mpirun")
+@pytest.mark.skipif(
+    not shutil.which("mpirun"),
+    reason="accelerate launch starts several processes on a CPU by mpirun",
+)
 def test_two_processes_of_accelerate_launch_are_two_ranks(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "hosts").write_text("localhost slots=2\n")
     launcher = ["accelerate", "launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
     launcher += ["--mpirun_hostfile", "hosts", "--mixed_precision", "no", "--dynamo_backend", "no"]
     # Open MPI refuses root, which containers run as
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
+    root = {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMP_NUM_THREADS": "1",
+    }
 
     def run(verb: str, rate: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "det_callbacks", verb, "run", "--", *launcher, "train.py", rate]
-        return subprocess.run(command, cwd=tmp_path, env={**os.environ, **root}, capture_output=True, text=True)
+        command = [
+            sys.executable,
+            "-m",
+            "det_callbacks",
+            verb,
+            "run",
+            "--",
+            *launcher,
+            "train.py",
+            rate,
+        ]
+        return subprocess.run(
+            command, cwd=tmp_path, env={**os.environ, **root}, capture_output=True, text=True
+        )
 
     done = run("record", "0.001")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -56,4 +79,6 @@ def test_two_processes_of_accelerate_launch_are_two_ranks(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     done = run("verify", "0.002")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "optimizer.AdamW.lr is 0.001 in the reference and 0.002 in the current run" in done.stdout
+    assert (
+        "optimizer.AdamW.lr is 0.001 in the reference and 0.002 in the current run" in done.stdout
+    )

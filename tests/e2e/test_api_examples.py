@@ -18,14 +18,18 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "api.md"
 OPTIONS = doctest.ELLIPSIS
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*dataloader is not resumable"),
+    pytest.mark.filterwarnings(
+        "ignore:.*does not have many workers", "ignore:.*dataloader is not resumable"
+    ),
     pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec.* is deprecated"),
 ]
 
 
 def examples_of(name: str) -> list[doctest.DocTest]:
     """Return the examples of a public name and of its methods."""
-    found = doctest.DocTestFinder(exclude_empty=True).find(getattr(det_callbacks, name), name, globs={})
+    found = doctest.DocTestFinder(exclude_empty=True).find(
+        getattr(det_callbacks, name), name, globs={}
+    )
     return [test for test in found if test.examples]
 
 
@@ -62,14 +66,18 @@ def test_the_examples_of_a_name_run(
     said: list[str] = []
     with warnings.catch_warnings():
         for test in tests:
-            assert not any(example.options.get(doctest.SKIP) for example in test.examples), f"{name} skips its example"
+            assert not any(example.options.get(doctest.SKIP) for example in test.examples), (
+                f"{name} skips its example"
+            )
             test.globs = dict(names)
             doctest.DocTestRunner(optionflags=OPTIONS).run(test, out=said.append)
     assert not said, "".join(said)
 
 
 def undescribed(value: Any) -> set[str]:
-    """Return the arguments, the fields of a dataclass, or the data of an error that a docstring lacks."""
+    """Return the arguments, the fields of a dataclass, or the data of an
+    error that a docstring lacks.
+    """
     text = inspect.getdoc(value) or ""
     if isinstance(value, type) and issubclass(value, BaseException):
         wanted = set(vars(value).get("_data", ()))  # not those of its base
@@ -81,11 +89,19 @@ def undescribed(value: Any) -> set[str]:
         wanted = set(inspect.signature(value).parameters)
         if wanted and "Raises:" not in text:
             wanted.add("Raises")
-    return wanted - set(re.findall(r"(?m)^ +\*{0,2}(\w+): ", text)) - set(re.findall(r"``(\w+)``", text))
+    return (
+        wanted
+        - set(re.findall(r"(?m)^ +\*{0,2}(\w+): ", text))
+        - set(re.findall(r"``(\w+)``", text))
+    )
 
 
 def test_the_docstrings_describe_each_argument_and_field():
-    found = {name: missing for name in det_callbacks.__all__ if (missing := undescribed(getattr(det_callbacks, name)))}
+    found = {
+        name: missing
+        for name in det_callbacks.__all__
+        if (missing := undescribed(getattr(det_callbacks, name)))
+    }
     assert found == {}
 
 

@@ -1,4 +1,5 @@
-"""Applications as others write them: LightningCLI, lightning-hydra-template, transformers, a loop without a Trainer.
+"""Applications as others write them: LightningCLI, lightning-hydra-template, transformers,
+a loop without a Trainer.
 
 Each is recorded, repeated with the same bits, and a fault of one part in a million is found.
 """
@@ -59,15 +60,20 @@ def test_lightning_cli_builds_it_from_yaml_and_from_arguments():
     assert recorded.manifest.selection.modules == ("net", "*")
     # set by the callback: Trainer(deterministic=False) had switched them off
     assert recorded.manifest.environment["settings.deterministic_algorithms"].value == "error"
-    app += " --trainer.callbacks+=det_callbacks.DeterminismCallback --trainer.callbacks.reference=refs/run"
+    app += (
+        " --trainer.callbacks+=det_callbacks.DeterminismCallback "
+        "--trainer.callbacks.reference=refs/run"
+    )
     settings = '--trainer.callbacks.settings={"seed":7,"float32_matmul_precision":"highest"}'
-    assert "det_callbacks: match: verified " in start(f"{app} {settings} --trainer.callbacks.current=now")
+    assert "det_callbacks: match: verified " in start(
+        f"{app} {settings} --trainer.callbacks.current=now"
+    )
     for wrong in ("mode=on", "sync_every_n_steps=2"):
         assert wrong.partition("=")[0] in start(f"{app} --trainer.callbacks.{wrong}", status=2)
 
 
-# github.com/ashleve/lightning-hydra-template: its folders, how its train.py goes about it, and what its
-# configuration sets, with less of everything
+# github.com/ashleve/lightning-hydra-template: its folders, how its train.py goes about it, and what
+# its configuration sets, with less of everything
 TEMPLATE = {
     "src/train.py": """
         import hydra
@@ -86,7 +92,7 @@ TEMPLATE = {
 
         if __name__ == "__main__":
             main()
-        """,
+        """,  # noqa: E501  # a text
     "src/module.py": """
         import torch
         from lightning import LightningDataModule, LightningModule
@@ -119,7 +125,7 @@ TEMPLATE = {
                 return DataLoader(self.parts[1], batch_size=8)
             def test_dataloader(self):
                 return DataLoader(self.parts[2], batch_size=8)
-        """,
+        """,  # noqa: E501  # a text
     "configs/train.yaml": """
         defaults: [_self_, model: mnist, callbacks: default, trainer: default, hydra: default]
         data: {_target_: module.MNISTDataModule}
@@ -136,7 +142,7 @@ TEMPLATE = {
           {_target_: lightning.pytorch.callbacks.ModelCheckpoint, monitor: val/loss, save_last: true}
         early_stopping: {_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss}
         rich_progress_bar: {_target_: lightning.pytorch.callbacks.RichProgressBar}
-        """,
+        """,  # noqa: E501  # a text
     "configs/trainer/default.yaml": """
         _target_: lightning.pytorch.trainer.Trainer
         default_root_dir: ${hydra:runtime.output_dir}
@@ -151,7 +157,9 @@ TEMPLATE = {
 }
 
 
-@pytest.mark.parametrize("seed", ["determinism.settings.seed=5", pytest.param("seed=5", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "seed", ["determinism.settings.seed=5", pytest.param("seed=5", marks=pytest.mark.slow)]
+)
 def test_an_untouched_template_records_verifies_and_finds(seed):
     """Seeded by the preset, or by itself."""
     for name, text in TEMPLATE.items():
@@ -161,7 +169,10 @@ def test_an_untouched_template_records_verifies_and_finds(seed):
         Path("configs/callbacks/default.yaml").write_text(
             TEMPLATE["configs/callbacks/default.yaml"].replace(".Rich", ".TQDM")
         )
-    train = f"src/train.py hydra.searchpath=[pkg://det_callbacks.conf] determinism.reference=refs/run {seed}"
+    train = (
+        "src/train.py hydra.searchpath=[pkg://det_callbacks.conf] determinism.reference=refs/run "
+        f"{seed}"
+    )
     text = start(f"{train} +determinism=record")
     assert "recorded 6 steps" in text
     assert "of trainer.test" in text
@@ -174,7 +185,13 @@ def test_an_untouched_template_records_verifies_and_finds(seed):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
-    ["cli.py fit --config cli.yaml", "transformer.py gpt2", "transformer.py vit", "resnet.py", "two_optimizers.py"],
+    [
+        "cli.py fit --config cli.yaml",
+        "transformer.py gpt2",
+        "transformer.py vit",
+        "resnet.py",
+        "two_optimizers.py",
+    ],
 )
 def test_without_a_changed_line(command, run_command, monkeypatch):
     script, *arguments = command.split()
@@ -197,7 +214,14 @@ def test_what_is_not_deterministic_is_found_and_replayed_and_a_loop_needs_no_tra
     assert "project.scatter_sum.default" in Path("audit/replay.yaml").read_text()
     for mode in ("record", "verify"):
         start("message_passing.py", MODE=mode, RUN="run", REPLAY="audit/replay.yaml")
-    text = start("message_passing.py", MODE="verify", RUN="run", REPLAY="audit/replay.yaml", PLANTED="1", status=1)
+    text = start(
+        "message_passing.py",
+        MODE="verify",
+        RUN="run",
+        REPLAY="audit/replay.yaml",
+        PLANTED="1",
+        status=1,
+    )
     assert "Step 2, forward: aten.mul.Tensor " in text
     start("plain_loop.py first")
     start("plain_loop.py second runs/first")
@@ -207,7 +231,9 @@ def test_what_is_not_deterministic_is_found_and_replayed_and_a_loop_needs_no_tra
 
 
 def test_the_page_counts_the_lines():
-    rows: dict[str, Any] = dict(re.findall(r"(?m)^\| `([\w.]+)` \|.*\| (\d+) \|$", PAGE.read_text()))
+    rows: dict[str, Any] = dict(
+        re.findall(r"(?m)^\| `([\w.]+)` \|.*\| (\d+) \|$", PAGE.read_text())
+    )
     counted = {path.name: path.read_text().count(ADDED) for path in PROJECTS.glob("*.py")}
     del counted["synthetic.py"]
     assert {name: int(number) for name, number in rows.items()} == counted

@@ -1,4 +1,6 @@
-"""Audits of real trainings: what is nondeterministic is found, nothing else is, and the training goes on unharmed."""
+"""Audits of real trainings: what is nondeterministic is found, nothing else is,
+and the training goes on unharmed.
+"""
 
 import itertools
 import json
@@ -17,7 +19,7 @@ from torch import Tensor
 from trainers import LIGHTNING_ADVICE, has_same_weights
 
 from det_callbacks import AuditError, DeterminismCallback, DivergenceWarning, NothingComparedError
-from det_callbacks.runs.patterns import OpPattern
+from det_callbacks.runs.selection import OpPattern
 
 pytestmark = LIGHTNING_ADVICE
 
@@ -37,12 +39,18 @@ def audit(folder: Path, **options: Any) -> DeterminismCallback:
 def test_nothing_is_reported_and_nothing_changes(style, tmp_path):
     module, options = STYLES[style]
     callback = audit(tmp_path / "audit", only_steps=(0, 1, 3))
-    (alone, losses, states), (audited, *others) = train(module, **options), train(module, callback, **options)
+    (alone, losses, states), (audited, *others) = (
+        train(module, **options),
+        train(module, callback, **options),
+    )
     assert has_same_weights(alone, audited)
     assert [losses, states] == others
     assert callback.audit_report.findings == ()
     assert callback.audit_report.num_compared > 20
-    assert json.loads((tmp_path / "audit" / "audit.json").read_text()) == callback.audit_report.to_dict()
+    assert (
+        json.loads((tmp_path / "audit" / "audit.json").read_text())
+        == callback.audit_report.to_dict()
+    )
     assert (tmp_path / "audit" / "replay.yaml").read_text().endswith("\n[]\n")
 
 
@@ -80,23 +88,29 @@ class Faulty(Classifier):
 @pytest.mark.parametrize(
     ("runs", "judgement", "steps"),
     [
-        ([3], "transient", (1,)),  # the first run of the second step's call: the third agrees with the second
+        # the first run of the second step's call: the third agrees with the second
+        ([3], "transient", (1,)),
         ([4], "transient", (1,)),  # its second run: the third agrees with the first
         ([3, 4], "nondeterministic", (1,)),  # three runs, three results
         ([1, 4], "nondeterministic", (0, 1)),  # once in each of two steps
     ],
 )
 def test_a_fault_that_comes_once_is_transient(runs, judgement, steps, tmp_path, monkeypatch):
-    numbers = itertools.count(1)  # of runs; each call of the op has two, and a third where these differ
+    # of runs; each call of the op has two, and a third where these differ
+    numbers = itertools.count(1)
     added = (float(number) if number in runs else 0.0 for number in numbers)
     monkeypatch.setattr("nondeterministic_ops.entropy", lambda: next(added))
     callback = audit(tmp_path / "audit", on_divergence="warn")
-    advice = "Check the hardware first" if judgement == "transient" else "Make these ops deterministic"
+    advice = (
+        "Check the hardware first" if judgement == "transient" else "Make these ops deterministic"
+    )
     with pytest.warns(DivergenceWarning, match=advice):
         train(Faulty, callback, epochs=1)
     (found,) = callback.audit_report.findings
     assert (found.judgement, found.steps, found.op) == (judgement, steps, "planted.noisy_.default")
-    assert callback.audit_report.replay == ((found.pattern,) if judgement == "nondeterministic" else ())
+    assert callback.audit_report.replay == (
+        (found.pattern,) if judgement == "nondeterministic" else ()
+    )
 
 
 def test_an_audit_that_stops_leaves_nothing_behind_also_of_an_earlier_one(tmp_path):

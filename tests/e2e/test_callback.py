@@ -1,4 +1,6 @@
-"""The callback where something is refused, goes wrong or ends early: one clear message, never a match, nothing left."""
+"""The callback where something is refused, goes wrong or ends early: one clear message, never a
+match, nothing left.
+"""
 
 import copy
 import json
@@ -67,9 +69,15 @@ def damageable(reference: Path, tmp_path: Path) -> Path:
     [
         ({"mode": "on"}, "mode must be one of record, verify, audit, disabled; got 'on'."),
         ({"steps": "some"}, "steps must be one of all, common; got 'some'."),
-        ({"on_divergence": "stop"}, "on_divergence must be one of raise, collect, warn; got 'stop'."),
+        (
+            {"on_divergence": "stop"},
+            "on_divergence must be one of raise, collect, warn; got 'stop'.",
+        ),
         ({"level": "ops"}, "level must be one of op, module, state; got 'ops'."),
-        ({"phases": "forward"}, "phases must be a list of strings; got the string 'forward': write"),
+        (
+            {"phases": "forward"},
+            "phases must be a list of strings; got the string 'forward': write",
+        ),
         ({"modules": []}, "modules must have at least one pattern"),
         ({"every_n_steps": 0}, "every_n_steps must be an integer >= 1; got 0."),
         ({"reference": None}, "reference must be the path of a folder; got None."),
@@ -78,19 +86,34 @@ def damageable(reference: Path, tmp_path: Path) -> Path:
         ({"overwrite": "yes"}, "overwrite must be True or False; got 'yes'."),
         ({"log_metrics": 1}, "log_metrics must be True or False"),
         ({"mode": "audit"}, "An audit needs no reference: pass None instead of 'somewhere'"),
-        ({"mode": "audit", "reference": None, "phases": ["backward"]}, "runs every op .* omit phases"),
+        (
+            {"mode": "audit", "reference": None, "phases": ["backward"]},
+            "runs every op .* omit phases",
+        ),
         ({"mode": "audit", "reference": None, "replay": ["*"]}, "runs every op .* omit replay"),
         ({"replay": ["index_add"]}, "names no op"),
         ({"replay": "aten.add.Tensor"}, r"write \['aten.add.Tensor'\]"),
         ({"replay": "missing.yaml"}, r"missing\.yaml cannot be read"),
         ({"replay": ["*"], "level": "module"}, 'replay needs level="op"'),
         ({"replay": ["*"], "every_n_steps": 2}, "every_n_steps=1"),
-        ({"replay": ["*"], "tensor_budget_mib": float("inf")}, "tensor_budget_mib must be a number of MiB"),
+        (
+            {"replay": ["*"], "tensor_budget_mib": float("inf")},
+            "tensor_budget_mib must be a number of MiB",
+        ),
         ({"keep_tensors": "aten.mm.default"}, "keep_tensors must be a list of strings"),
-        ({"keep_tensors": ["sideways/aten.mm.default"]}, "keep_tensors: .* asks for the phase 'sideways'"),
-        ({"keep_tensors": ["*"], "tensor_budget_mib": "8"}, "tensor_budget_mib must be a number of MiB above 0"),
+        (
+            {"keep_tensors": ["sideways/aten.mm.default"]},
+            "keep_tensors: .* asks for the phase 'sideways'",
+        ),
+        (
+            {"keep_tensors": ["*"], "tensor_budget_mib": "8"},
+            "tensor_budget_mib must be a number of MiB above 0",
+        ),
         ({"keep_tensors": ["*"], "level": "module"}, 'keep_tensors needs level="op"'),
-        ({"keep_tensors": ["*"], "mode": "audit", "reference": None}, "runs every op .* keeps no tensors"),
+        (
+            {"keep_tensors": ["*"], "mode": "audit", "reference": None},
+            "runs every op .* keeps no tensors",
+        ),
     ],
 )
 def test_a_wrong_argument_is_refused_at_construction(arguments, message):
@@ -101,9 +124,17 @@ def test_a_wrong_argument_is_refused_at_construction(arguments, message):
 
 @pytest.mark.parametrize("number", [0, 2])
 def test_a_loader_gets_its_workers_with_what_goes_with_them(number):
-    options: dict[str, Any] = {"num_workers": 1, "persistent_workers": True, "prefetch_factor": 3, "timeout": 30}
+    options: dict[str, Any] = {
+        "num_workers": 1,
+        "persistent_workers": True,
+        "prefetch_factor": 3,
+        "timeout": 30,
+    }
     data = TensorDataset(torch.arange(8.0))
-    for loader in (DataLoader(data, 4, **options, multiprocessing_context="fork"), DataLoader(data, 4)):
+    for loader in (
+        DataLoader(data, 4, **options, multiprocessing_context="fork"),
+        DataLoader(data, 4),
+    ):
         set_workers([[1, 2], loader], str(number))
         kind = "_MultiProcessingDataLoaderIter" if number else "_SingleProcessDataLoaderIter"
         assert type(iter(loader)).__name__ == kind
@@ -112,14 +143,20 @@ def test_a_loader_gets_its_workers_with_what_goes_with_them(number):
 
 
 REFUSED: list[Any] = [  # modules, workers that the environment asks for, and what is said
-    (["nett.*"], "0", "'nett.*' in modules matches no module of the model. Its modules are: '', 'first'"),
+    (
+        ["nett.*"],
+        "0",
+        "'nett.*' in modules matches no module of the model. Its modules are: '', 'first'",
+    ),
     (["*"], "2", "DET_CALLBACKS_NUM_WORKERS=2, but the training has no torch DataLoader"),
     (["*"], "-1", "DET_CALLBACKS_NUM_WORKERS=-1, but"),
 ]
 
 
 @pytest.mark.parametrize(("modules", "workers", "message"), REFUSED)
-def test_what_cannot_be_had_of_a_training_is_refused(modules, workers, message, monkeypatch, tmp_path):
+def test_what_cannot_be_had_of_a_training_is_refused(
+    modules, workers, message, monkeypatch, tmp_path
+):
     monkeypatch.setenv(NUM_WORKERS, workers)
     callback = DeterminismCallback(tmp_path / "run", mode="record", modules=modules)
     error = refused_before_training(callback, None if workers == "0" else [[torch.ones(2, 4)]])
@@ -131,7 +168,9 @@ def test_what_cannot_be_had_of_a_training_is_refused(modules, workers, message, 
 def test_loaders_that_a_scheduler_had_set_up_are_followed_and_get_no_workers(monkeypatch, tmp_path):
     class Asking(Classifier):
         def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=1 / self.trainer.estimated_stepping_batches)
+            return torch.optim.SGD(
+                self.parameters(), lr=1 / self.trainer.estimated_stepping_batches
+            )
 
     Fit(DeterminismCallback(tmp_path / "run", mode="record"), model=Asking).run()
     run = Run.open(tmp_path / "run")
@@ -148,23 +187,41 @@ def test_what_is_given_may_be_the_references(tmp_path):
     Fit(DeterminismCallback(reference, mode="record", level="state", every_n_steps=2)).run()
     taken: list[dict[str, Any]] = [
         {"level": "state", "every_n_steps": 2},
-        {"modules": ["*"], "phases": ["optimizer", "forward", "backward"], "replay": [], "keep_tensors": []},
+        {
+            "modules": ["*"],
+            "phases": ["optimizer", "forward", "backward"],
+            "replay": [],
+            "keep_tensors": [],
+        },
     ]
     for number, given in enumerate(taken):
         callback = DeterminismCallback(reference, current=tmp_path / str(number), **given)
         Fit(callback).run()
         selection = callback.selection
-        assert (callback.verdict.verdict, selection.level, selection.every_n_steps) == ("match", "state", 2)
+        assert (callback.verdict.verdict, selection.level, selection.every_n_steps) == (
+            "match",
+            "state",
+            2,
+        )
     # also where it is the default of a recording
-    others = {"level": "op", "every_n_steps": 1, "compiled": "eager", "keep_tensors": ["aten.mm.default"]}
+    others = {
+        "level": "op",
+        "every_n_steps": 1,
+        "compiled": "eager",
+        "keep_tensors": ["aten.mm.default"],
+    }
     for name, value in others.items():
-        error = refused_before_training(DeterminismCallback(reference, current=tmp_path / "current", **{name: value}))
+        error = refused_before_training(
+            DeterminismCallback(reference, current=tmp_path / "current", **{name: value})
+        )
         assert "Leave that out to use the reference's" in str(error)
         assert f"{name}=" in str(error)
 
 
 def test_what_is_replaced_has_a_row_on_its_page():
-    """Nothing else sets attributes of foreign objects, but for the class of a loader with many followers."""
+    """Nothing else sets attributes of foreign objects, but for the class of a
+    loader with many followers.
+    """
     package = Path(cli.__file__).parents[1]
     sets = re.compile(r"\bsetattr\(|\bvars\([^)]*\)\[[^]]*\] =|\.__class__ = |__dict__\[[^]]*\] =")
     rooms = ("training", "integrations", "checkpoint")
@@ -189,10 +246,14 @@ def test_no_run_is_written_over(reference, damageable, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for number in range(2):  # a folder of its own, or the one that is given, again
         Fit(DeterminismCallback(reference)).run()
-        verdict = json.loads((tmp_path / "determinism" / f"verify-{number:03d}" / "verdict.json").read_text())
+        verdict = json.loads(
+            (tmp_path / "determinism" / f"verify-{number:03d}" / "verdict.json").read_text()
+        )
         assert verdict["verdict"] == "match"
         Fit(DeterminismCallback(reference, current=tmp_path / "current")).run()
-    error = refused_before_training(DeterminismCallback(tmp_path / "current", current=tmp_path / "other"))
+    error = refused_before_training(
+        DeterminismCallback(tmp_path / "current", current=tmp_path / "other")
+    )
     assert isinstance(error, ReferenceFormatError)
     assert "a verification wrote it" in str(error)
 
@@ -201,7 +262,9 @@ def test_no_run_is_written_over(reference, damageable, tmp_path, monkeypatch):
 UNUSABLE: dict[str, tuple[Callable[[Path], object], str]] = {
     "": (shutil.rmtree, "There is no run in"),
     "run.json": (
-        lambda path: path.write_text(path.read_text().replace('"format_version": 2', '"format_version": 99')),
+        lambda path: path.write_text(
+            path.read_text().replace('"format_version": 2', '"format_version": 99')
+        ),
         "has format_version 99, but this version of det_callbacks reads 2",
     ),
     "rank-00000/attempt-000.arrows": (Path.unlink, "damaged"),
@@ -213,7 +276,9 @@ def test_an_unusable_reference_is_an_error_that_names_the_file(file, damageable,
     damage, message = UNUSABLE[file]
     damage(damageable / file)
     for steps in ("all", "common"):
-        error = refused_before_training(DeterminismCallback(damageable, current=tmp_path / "current", steps=steps))
+        error = refused_before_training(
+            DeterminismCallback(damageable, current=tmp_path / "current", steps=steps)
+        )
         assert isinstance(error, ReferenceFormatError if file else ReferenceNotFoundError)
         assert message in str(error)
         assert str(damageable / file) in str(error)
@@ -223,7 +288,8 @@ def test_an_unusable_reference_is_an_error_that_names_the_file(file, damageable,
 # what goes wrong in a fit, or ends it early
 
 
-# (hook, call that raises, whether it comes before ours, steps that are recorded; none where no run is there)
+# (hook, call that raises, whether it comes before ours, steps that are recorded;
+# none where no run is there)
 HOOKS: list[Any] = [
     ("on_fit_start", 1, True, []),
     ("on_train_start", 1, True, []),
@@ -244,7 +310,11 @@ def test_an_exception_in_another_callback(hook, call, is_before, steps, tmp_path
     is_ctrl_c = hook == "on_after_backward"
     callback = DeterminismCallback(tmp_path / "run", mode="record")
     other = RaiseAt(hook, KeyboardInterrupt() if is_ctrl_c else StopError(hook), call=call)
-    fit = Fit(*((other, callback) if is_before else (callback, other)), model=Validated, val_check_interval=2)
+    fit = Fit(
+        *((other, callback) if is_before else (callback, other)),
+        model=Validated,
+        val_check_interval=2,
+    )
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(SystemExit if is_ctrl_c else StopError):
         fit.run()
@@ -273,7 +343,9 @@ def test_no_step_is_an_error_and_never_a_match(reference, tmp_path):
         assert_nothing_left(fit, callback)
         assert list((tmp_path / "run").iterdir()) == []
     with pytest.raises(DivergenceError):
-        Fit(DeterminismCallback(reference, current=tmp_path / "current"), limit_train_batches=0).run()
+        Fit(
+            DeterminismCallback(reference, current=tmp_path / "current"), limit_train_batches=0
+        ).run()
 
 
 def test_modes_below_and_above_change_nothing_and_one_left_open_is_no_match(tmp_path):
@@ -282,7 +354,9 @@ def test_modes_below_and_above_change_nothing_and_one_left_open_is_no_match(tmp_
     closing = LambdaCallback(on_before_zero_grad=lambda *_: above.__exit__(None, None, None))
     with FlopCounterMode(display=False) as alone:
         Fit(model=Plain).run()
-    callback = DeterminismCallback(record(tmp_path / "run", model=Plain), current=tmp_path / "current")
+    callback = DeterminismCallback(
+        record(tmp_path / "run", model=Plain), current=tmp_path / "current"
+    )
     with FlopCounterMode(display=False) as below:
         Fit(callback, opening, closing, model=Plain).run()
     assert callback.verdict.verdict == "match"
@@ -308,10 +382,14 @@ def test_a_callback_can_be_copied_and_pickled_at_any_time(reference, tmp_path):
     def copied(callback: DeterminismCallback) -> list[DeterminismCallback]:
         return [copy.deepcopy(callback), pickle.loads(pickle.dumps(callback))]
 
-    callback = DeterminismCallback(reference, current=tmp_path / "current", steps="common", on_divergence="collect")
+    callback = DeterminismCallback(
+        reference, current=tmp_path / "current", steps="common", on_divergence="collect"
+    )
     copies = copied(callback)
     assert vars(callback).keys() == vars(copies[0]).keys()
-    Fit(LambdaCallback(on_before_zero_grad=lambda *_: copies.extend(copied(callback))), callback).run()
+    Fit(
+        LambdaCallback(on_before_zero_grad=lambda *_: copies.extend(copied(callback))), callback
+    ).run()
     assert callback.verdict.verdict == "match"
     assert len(copies) == 10
     copies += copied(callback)
@@ -328,29 +406,43 @@ def test_a_callback_can_be_copied_and_pickled_at_any_time(reference, tmp_path):
         assert item._replicas is not callback._replicas
 
 
-OUTCOMES: list[Any] = [("raise", DivergenceError, 1), ("warn", DivergenceWarning, 4), ("collect", StopError, 3)]
+OUTCOMES: list[Any] = [
+    ("raise", DivergenceError, 1),
+    ("warn", DivergenceWarning, 4),
+    ("collect", StopError, 3),
+]
 
 
 @pytest.mark.parametrize(("on_divergence", "outcome", "num_steps"), OUTCOMES)
 def test_what_a_divergence_leads_to(on_divergence, outcome, num_steps, reference, tmp_path):
     """Where it is collected, another callback stops the fit: there is a verdict all the same."""
-    callback = DeterminismCallback(reference, current=tmp_path / "current", on_divergence=on_divergence)
+    callback = DeterminismCallback(
+        reference, current=tmp_path / "current", on_divergence=on_divergence
+    )
     others = [RaiseAt("on_train_batch_end", StopError("stop"))] if outcome is StopError else []
     fit = Fit(callback, *others)
     with torch.no_grad():
         fit.model.first.weight.add_(1)
     words = "stop" if outcome is StopError else r"differs \(first\.weight"
-    with pytest.warns(outcome, match=words) if on_divergence == "warn" else pytest.raises(outcome, match=words):
+    with (
+        pytest.warns(outcome, match=words)
+        if on_divergence == "warn"
+        else pytest.raises(outcome, match=words)
+    ):
         fit.run()
     verdict = callback.verdict
     assert verdict.verdict == "diverged"
     run = Run.open(tmp_path / "current")
     assert run.is_complete == (outcome is not StopError)
-    assert (fit.trainer.global_step, verdict.counts.steps_compared, run.rank(0).num_steps) == (num_steps,) * 3
+    assert (fit.trainer.global_step, verdict.counts.steps_compared, run.rank(0).num_steps) == (
+        num_steps,
+    ) * 3
     assert_nothing_left(fit, callback)
 
 
-def test_a_callback_that_is_disabled_one_too_many_or_without_processes(reference, monkeypatch, tmp_path):
+def test_a_callback_that_is_disabled_one_too_many_or_without_processes(
+    reference, monkeypatch, tmp_path
+):
     disabled = DeterminismCallback(tmp_path / "disabled", mode="disabled")
     Fit(disabled, DeterminismCallback(tmp_path / "run", mode="record", level="state")).run()
     assert disabled.verdict is None

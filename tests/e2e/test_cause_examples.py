@@ -1,4 +1,6 @@
-"""The example in each rule's docstring is the message of a real verdict, and the docs' page is made of them."""
+"""The example in each rule's docstring is the message of a real verdict,
+and the docs' page is made of them.
+"""
 
 import re
 import textwrap
@@ -44,17 +46,23 @@ def scripted(folder: Path) -> Verdict:
     with pytest.raises(DivergenceError):
         fit_scripted(callback, is_scripted=True, num_before=3)
     # the model is in a test, whose lines move
-    explanation = re.sub(r"[^\s(]+test_torchscript\.py:\d+", "train.py:12", callback.verdict.explanation)
+    explanation = re.sub(
+        r"[^\s(]+test_torchscript\.py:\d+", "train.py:12", callback.verdict.explanation
+    )
     return replace(callback.verdict, explanation=explanation)
 
 
-def changed(base: Mapping[str, Any] | None = None, options: Mapping[str, Any] | None = None, **change: Any) -> Any:
+def changed(
+    base: Mapping[str, Any] | None = None, options: Mapping[str, Any] | None = None, **change: Any
+) -> Any:
     steps = training_step(**(base or {})), training_step(**{**(base or {}), **change})
     return lambda folder: judge(folder, steps, **(options or {}))
 
 
 def choice(name: str, reference: Any, current: Any) -> EnvironmentDifference:
-    return EnvironmentDifference(name=name, reference=reference, current=current, changes_bits=True, is_machine=False)
+    return EnvironmentDifference(
+        name=name, reference=reference, current=current, changes_bits=True, is_machine=False
+    )
 
 
 def without_a_gradient(step: StepBuilder, now: bool) -> None:
@@ -73,7 +81,9 @@ def of_eager_ops(step: StepBuilder, now: bool) -> None:
         value = step.op("aten.native_layer_norm.default", "?x", module="net.norm")
         step.op("aten.addmm.default", value, module="net.linear")
         return
-    graph = step.row(9, TensorLayout(dtype="graph", shape=()), op="compiled.Net_forward.graph", role="graph")
+    graph = step.row(
+        9, TensorLayout(dtype="graph", shape=()), op="compiled.Net_forward.graph", role="graph"
+    )
     step.row(3, op="compiled.Net_forward.outputs", role="output", inputs=(graph,))
 
 
@@ -92,7 +102,9 @@ def with_the_next_batch(step: StepBuilder, now: bool) -> None:
     gradient = step.op("aten.mul.Tensor", "?x", phase="backward")
     step.op("aten.add_.Tensor", gradient, "net.weight", phase="optimizer")
     if now:
-        step.op("aten.randn.default", generator=1, phase="gradient", source=("train.py:7 in <module>",))
+        step.op(
+            "aten.randn.default", generator=1, phase="gradient", source=("train.py:7 in <module>",)
+        )
 
 
 def from_outside(step: StepBuilder, now: bool) -> None:
@@ -100,7 +112,9 @@ def from_outside(step: StepBuilder, now: bool) -> None:
 
 
 def of_unwritten_memory(step: StepBuilder, now: bool) -> None:
-    filled = step.op("aten.fill_.Scalar", layout=TensorLayout(dtype="float32", shape=(4,), stride=(1,)))
+    filled = step.op(
+        "aten.fill_.Scalar", layout=TensorLayout(dtype="float32", shape=(4,), stride=(1,))
+    )
     layout = TensorLayout(dtype="float32", shape=(8,), stride=(1,), detail=UNWRITTEN)
     memory = step.row(0, layout, phase="input", role="input", module="net", inputs=(filled,))
     step.op("aten.clone.default", filled, memory, source=("train.py:9 in forward",), noise=now)
@@ -109,7 +123,9 @@ def of_unwritten_memory(step: StepBuilder, now: bool) -> None:
 def recomputed(step: StepBuilder, now: bool) -> None:
     dropout = {"module": "net.dropout", "source": ("train.py:9 in forward",)}
     mask = step.op("aten.bernoulli_.float", generator=1, **dropout)
-    again = step.op("aten.bernoulli_.float", generator=1 + now, phase="backward", recomputed=True, **dropout)
+    again = step.op(
+        "aten.bernoulli_.float", generator=1 + now, phase="backward", recomputed=True, **dropout
+    )
     step.op("aten.mul.Tensor", mask, again, phase="backward")
 
 
@@ -168,8 +184,10 @@ TRAILS = """
     compiled in one run: region | collective in one run: collective | compiled graph: region | scripted module: op
     another order: op | other gradients: gradient | outside input: outside
     structure: op | first difference: op
+"""  # noqa: E501  # a text
+"""The kinds of each example's trail, the root first; those that may have been
+read with a question mark.
 """
-"""The kinds of each example's trail, the root first; those that may have been read with a question mark."""
 
 
 def test_every_rule_has_an_example():
@@ -179,10 +197,18 @@ def test_every_rule_has_an_example():
 @pytest.mark.parametrize("rule", RULES, ids=name_of)
 def test_the_example_of_a_rule_is_what_a_verdict_says(rule, tmp_path):
     verdict = EXAMPLES[name_of(rule)](tmp_path)
-    assert "\n".join(textwrap.wrap(verdict.explanation, 92, break_on_hyphens=False)) == example(rule)
+    assert "\n".join(textwrap.wrap(verdict.explanation, 92, break_on_hyphens=False)) == example(
+        rule
+    )
     assert verdict.cause in causes_of(rule)
-    trails = dict(part.strip().split(": ") for line in TRAILS.strip().splitlines() for part in line.split(" | "))
-    assert " ".join(f"{one.kind}{'' if one.proven else '?'}" for one in verdict.trail) == trails.pop(name_of(rule))
+    trails = dict(
+        part.strip().split(": ")
+        for line in TRAILS.strip().splitlines()
+        for part in line.split(" | ")
+    )
+    assert " ".join(
+        f"{one.kind}{'' if one.proven else '?'}" for one in verdict.trail
+    ) == trails.pop(name_of(rule))
     require_fields_of_its_cause(verdict)
 
 

@@ -16,7 +16,9 @@ from det_callbacks import DivergenceError
 from det_callbacks.verdict import Verdict
 
 
-def verify(make: Callable[[], Loop], folder: Path, reference: Callable[[], Loop] = Loop, **arguments: Any) -> Verdict:
+def verify(
+    make: Callable[[], Loop], folder: Path, reference: Callable[[], Loop] = Loop, **arguments: Any
+) -> Verdict:
     train(reference, folder / "reference", mode="record", **arguments)
     with pytest.raises(DivergenceError) as caught:
         train(make, folder / "reference", current=folder / "current")
@@ -76,7 +78,9 @@ def test_a_weight_of_one_element_is_not_said_to_have_equal_elements(tmp_path):
 
 
 class Alternating(Loop):
-    """An optimizer for the first layers and one for the last; ``calls`` has the optimizers of each step."""
+    """An optimizer for the first layers and one for the last;
+    ``calls`` has the optimizers of each step.
+    """
 
     def __init__(self, calls: Mapping[int, Sequence[int]]) -> None:
         super().__init__()
@@ -115,13 +119,32 @@ UPDATED = "updated nothing in the {}, and got gradients in the {}"
         ((0, 1), (1,), f"optimizer 0 {UPDATED.format('current run', 'reference')}"),
         ((0, 1), (0,), f"optimizer 1 {UPDATED.format('current run', 'reference')}"),
         ((1,), (0, 1), f"optimizer 0 {UPDATED.format('reference', 'current run')}"),
-        ((0, 1), (1, 0, 1), "the optimizers got their gradients in the order 0, 1 in the reference and 1, 0, 1 in the"),
-        ((0,), (1,), "the optimizers got their gradients in the order 0 in the reference and 1 in the current run"),
+        (
+            (0, 1),
+            (1, 0, 1),
+            (
+                "the optimizers got their gradients in the order 0, 1 in the reference and 1, 0, 1 "
+                "in the"
+            ),
+        ),
+        (
+            (0,),
+            (1,),
+            (
+                "the optimizers got their gradients in the order 0 in the reference and 1 in the "
+                "current run"
+            ),
+        ),
     ],
 )
-def test_an_optimizer_that_one_run_does_not_step_is_named(reference, current, what, level, tmp_path):
+def test_an_optimizer_that_one_run_does_not_step_is_named(
+    reference, current, what, level, tmp_path
+):
     verdict = verify(
-        partial(Alternating, {2: current}), tmp_path, reference=partial(Alternating, {2: reference}), level=level
+        partial(Alternating, {2: current}),
+        tmp_path,
+        reference=partial(Alternating, {2: reference}),
+        level=level,
     )
     assert (verdict.cause, verdict.first_divergence.step) == ("optimizer", 2), verdict.explanation
     assert verdict.explanation.startswith(f"Step 2: {what}"), verdict.explanation
@@ -131,12 +154,17 @@ def test_an_optimizer_that_one_run_does_not_step_is_named(reference, current, wh
 def test_a_second_call_of_step_is_counted(tmp_path):
     verdict = verify(partial(Repeating, 2), tmp_path, reference=partial(Repeating, 1))
     assert verdict.cause == "optimizer"
-    said = "Step 2: the optimizer got its gradients 1 time in the reference and 2 times in the current run. Check"
+    said = (
+        "Step 2: the optimizer got its gradients 1 time in the reference and 2 times in the "
+        "current run. Check"
+    )
     assert verdict.explanation.startswith(said), verdict.explanation
 
 
 class Checkpointed(Loop):
-    """Recomputes the first layer and its dropout: "restored" or "drawn again" (preserve_rng_state), or not at all."""
+    """Recomputes the first layer and its dropout: "restored" or "drawn again"
+    (preserve_rng_state), or not at all.
+    """
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -159,20 +187,27 @@ class Checkpointed(Loop):
 @pytest.mark.parametrize("other", ["restored", "not at all"])
 @pytest.mark.parametrize("is_in_reference", [False, True])
 def test_a_recomputation_that_draws_again_is_named(is_in_reference, other, tmp_path):
-    reference, current = (partial(Checkpointed, how) for how in ("drawn again", other)[:: 1 if is_in_reference else -1])
+    reference, current = (
+        partial(Checkpointed, how)
+        for how in ("drawn again", other)[:: 1 if is_in_reference else -1]
+    )
     verdict = verify(current, tmp_path, reference=reference)
     assert (verdict.cause, verdict.first_divergence.step) == ("rng", 0), verdict.explanation
     said = "Step 0, backward: activation checkpointing ran aten.bernoulli_.float in drop ("
     assert verdict.explanation.startswith(said), verdict.explanation
     side = "reference" if is_in_reference else "current run"
-    assert f"again in the {side}, and it gave other bits than in the forward pass" in verdict.explanation
+    assert (
+        f"again in the {side}, and it gave other bits than in the forward pass"
+        in verdict.explanation
+    )
     assert "Do not pass preserve_rng_state=False" in verdict.explanation
 
 
 @pytest.mark.parametrize("is_in_reference", [False, True])
 def test_a_recomputation_with_the_same_bits_is_all_that_differs(is_in_reference, tmp_path):
     reference, current = (
-        partial(Checkpointed, how) for how in ("restored", "not at all")[:: 1 if is_in_reference else -1]
+        partial(Checkpointed, how)
+        for how in ("restored", "not at all")[:: 1 if is_in_reference else -1]
     )
     verdict = verify(current, tmp_path, reference=reference)
     assert verdict.cause == "structure", verdict.explanation
@@ -189,7 +224,9 @@ def test_a_recomputation_from_what_changed_since_is_no_draw(tmp_path):
             inputs, labels = batch
             model: Any = self.model
             scale = torch.ones(1)
-            hidden = checkpoint(lambda one: model.first(one) * scale.exp(), inputs, use_reentrant=False)
+            hidden = checkpoint(
+                lambda one: model.first(one) * scale.exp(), inputs, use_reentrant=False
+            )
             loss = cross_entropy(model.last(hidden), labels)
             if self.how == "changed":
                 scale.add_(1)
@@ -213,6 +250,11 @@ def test_a_seed_after_a_draw_is_not_in_place_before_the_step(tmp_path):
                 torch.manual_seed(5)
             return loss * torch.rand(())
 
-    verdict = verify(partial(DrawsTwice, seeds=True), tmp_path, reference=partial(DrawsTwice, seeds=False))
+    verdict = verify(
+        partial(DrawsTwice, seeds=True), tmp_path, reference=partial(DrawsTwice, seeds=False)
+    )
     assert (verdict.cause, verdict.first_divergence.step) == ("rng", 2)
-    assert "code in the step changed it before a later draw, without a recorded op" in verdict.explanation
+    assert (
+        "code in the step changed it before a later draw, without a recorded op"
+        in verdict.explanation
+    )

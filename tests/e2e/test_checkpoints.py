@@ -1,4 +1,6 @@
-"""Each checkpoint that a Trainer saves gets digests; one that is damaged, or another, is refused when it is loaded."""
+"""Each checkpoint that a Trainer saves gets digests; one that is damaged, or another,
+is refused when it is loaded.
+"""
 
 import itertools
 import json
@@ -19,17 +21,26 @@ from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, OnExcep
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from resumes import RESUMING
 
-from det_callbacks import CheckpointFormatError, CheckpointMismatchError, DeterminismCallback, check_checkpoint
+from det_callbacks import (
+    CheckpointFormatError,
+    CheckpointMismatchError,
+    DeterminismCallback,
+    check_checkpoint,
+)
 
 pytestmark = RESUMING
 
 
 def ours(folder: Path, **options: Any) -> DeterminismCallback:
-    return DeterminismCallback(folder / "run", mode="record", level="state", overwrite=True, **options)
+    return DeterminismCallback(
+        folder / "run", mode="record", level="state", overwrite=True, **options
+    )
 
 
 def fit(folder: Path, *callbacks: pl.Callback, **options: Any) -> Fit:
-    return Fit(ours(folder), *callbacks, enable_checkpointing=True, default_root_dir=folder, **options)
+    return Fit(
+        ours(folder), *callbacks, enable_checkpointing=True, default_root_dir=folder, **options
+    )
 
 
 def every(folder: Path | str, steps: int = 1, **options: Any) -> ModelCheckpoint:
@@ -45,7 +56,9 @@ def path(tmp_path: Path) -> Path:
 
 
 def assert_all_agree(folder: Path, num_checkpoints: int, *, num_without_state: int = 0) -> None:
-    """Every checkpoint is what was saved, has the state to resume from it, and nothing without one is left."""
+    """Every checkpoint is what was saved, has the state to resume from it,
+    and nothing without one is left.
+    """
     checkpoints = set(folder.glob("*.ckpt"))
     files = {path for path in checkpoints if not path.is_symlink()}
     states = {Path(f"{path}.resume") for path in files}
@@ -71,7 +84,9 @@ def test_deletion_of_all_but_the_best_leaves_nothing(save_last, tmp_path):
 
 def test_saved_by_hand_in_a_fit_and_after_another_stage(tmp_path):
     folder = tmp_path / "c"
-    saving = LambdaCallback(on_train_batch_end=lambda trainer, *_: trainer.save_checkpoint(folder / "during.ckpt"))
+    saving = LambdaCallback(
+        on_train_batch_end=lambda trainer, *_: trainer.save_checkpoint(folder / "during.ckpt")
+    )
     done = fit(tmp_path, saving, max_epochs=1).run()
     done.trainer.save_checkpoint(folder / "weights.ckpt", weights_only=True)
     done.model.test_step = lambda *_: None
@@ -81,24 +96,35 @@ def test_saved_by_hand_in_a_fit_and_after_another_stage(tmp_path):
     assert "optimizer_states" not in check_checkpoint(folder / "weights.ckpt").sections
     sidecar = json.loads((folder / "during.ckpt.digests.json").read_text())
     run = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert sidecar["run"] == {"id": run["run_id"], "mode": "record", "reference": str(tmp_path / "run")}
+    assert sidecar["run"] == {
+        "id": run["run_id"],
+        "mode": "record",
+        "reference": str(tmp_path / "run"),
+    }
     assert sidecar["parameters"]["0/state/0"] == "first.weight"
 
 
 def test_a_checkpoint_of_an_exception_has_digests(tmp_path):
     folder = tmp_path / "checkpoints"
     with pytest.raises(StopError):
-        fit(tmp_path, OnExceptionCheckpoint(folder), RaiseAt("on_train_batch_start", StopError("stop"))).run()
+        fit(
+            tmp_path,
+            OnExceptionCheckpoint(folder),
+            RaiseAt("on_train_batch_start", StopError("stop")),
+        ).run()
     assert_all_agree(folder, 1)
     (path,) = folder.glob("*.ckpt")
     assert check_checkpoint(path).sidecar.step == 1
     # its teardown, after ours, takes the checkpoint away
-    again = Fit(ours(tmp_path, resume="plain"), OnExceptionCheckpoint(folder), enable_checkpointing=True)
+    again = Fit(
+        ours(tmp_path, resume="plain"), OnExceptionCheckpoint(folder), enable_checkpointing=True
+    )
     again.run(ckpt_path=str(path))
     assert os.listdir(folder) == []
 
 
-LATE = type("Late", (TorchCheckpointIO,), {"save_checkpoint": lambda *_, **__: None})  # not there when it returns
+# not there when it returns
+LATE = type("Late", (TorchCheckpointIO,), {"save_checkpoint": lambda *_, **__: None})
 
 
 @pytest.mark.parametrize("io", [TorchCheckpointIO, LATE, AsyncCheckpointIO])
@@ -116,7 +142,8 @@ def test_a_remote_or_later_checkpoint_gets_no_digests_and_a_line(io, tmp_path, c
         fsspec.filesystem("memory").rm("/remote", recursive=True)
 
 
-DISK_CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir")  # as Python's audit calls them, whoever asks for it
+# as Python's audit calls them, whoever asks for it
+DISK_CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir")
 
 
 def save_killed(trainer: pl.Trainer, path: Path, at: int) -> bool:
@@ -124,7 +151,9 @@ def save_killed(trainer: pl.Trainer, path: Path, at: int) -> bool:
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 99
     count = itertools.count()
-    sys.addaudithook(lambda event, _: os._exit(99) if event in DISK_CHANGES and next(count) == at else None)
+    sys.addaudithook(
+        lambda event, _: os._exit(99) if event in DISK_CHANGES and next(count) == at else None
+    )
     try:
         trainer.save_checkpoint(path)
     finally:
@@ -177,8 +206,14 @@ CHANGES = [
     (lambda one: one["state_dict"]["last.weight"][0].add_(1), r"state_dict: last\.weight differs"),
     (lambda one: exchange(one["state_dict"]), r"first\.bias differs[\s\S]*norm\.weight differs"),
     (lambda one: one["state_dict"].update(more=torch.ones(1)), "state_dict: more is new"),
-    (lambda one: one.pop("optimizer_states"), r"0/state/0/step \(step of first\.weight\) is missing"),
-    (lambda one: one["optimizer_states"][0]["param_groups"][0].update(lr=0.5), "0/param_groups/0/lr differs"),
+    (
+        lambda one: one.pop("optimizer_states"),
+        r"0/state/0/step \(step of first\.weight\) is missing",
+    ),
+    (
+        lambda one: one["optimizer_states"][0]["param_groups"][0].update(lr=0.5),
+        "0/param_groups/0/lr differs",
+    ),
 ]
 
 
@@ -187,7 +222,11 @@ def assert_refused(path: Path, message: str, stage: str = "fit") -> None:
     made.model.validation_step = made.model.test_step = made.model.predict_step = lambda *_: None
     with pytest.raises(CheckpointMismatchError, match=message) as caught:
         getattr(made.trainer, stage)(made.model, made.loader, ckpt_path=str(path))
-    assert (caught.value.exit_code, caught.value.path, made.trainer.global_step) == (1, str(path), 0)
+    assert (caught.value.exit_code, caught.value.path, made.trainer.global_step) == (
+        1,
+        str(path),
+        0,
+    )
     assert not check_checkpoint(path).equal
 
 

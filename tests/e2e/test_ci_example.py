@@ -1,4 +1,6 @@
-"""action.yml and its example: their commands are real ones, their steps fit together, and they find a change."""
+"""action.yml and its example: their commands are real ones, their steps fit together,
+and they find a change.
+"""
 
 import json
 import os
@@ -16,7 +18,9 @@ import yaml
 ROOT = Path(__file__).parents[2]
 WORKFLOW = yaml.safe_load((ROOT / "docs" / "ci" / "github-actions.yml").read_text())
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text())
-STEPS = [step for job in WORKFLOW["jobs"].values() for step in job["steps"]] + ACTION["runs"]["steps"]
+STEPS = [step for job in WORKFLOW["jobs"].values() for step in job["steps"]] + ACTION["runs"][
+    "steps"
+]
 
 
 def step_of(name: str) -> dict[str, Any]:
@@ -38,14 +42,18 @@ def test_its_steps_name_each_other_and_its_inputs():
     assert set(re.findall(r"inputs[.]([\w-]+)", text)) == {*ACTION["inputs"]}
     (use,) = (step for step in STEPS if "det_callbacks@" in step.get("uses", ""))
     assert (
-        {name for name, one in ACTION["inputs"].items() if one.get("required")} <= {*use["with"]} <= {*ACTION["inputs"]}
+        {name for name, one in ACTION["inputs"].items() if one.get("required")}
+        <= {*use["with"]}
+        <= {*ACTION["inputs"]}
     )
     assert all(("run" in step) != ("uses" in step) for step in STEPS)
     assert all("shell" in step for step in steps if "run" in step), "a composite action needs it"
     restored, saved = step_of("Restore the reference"), step_of("Save the reference")
     assert restored["with"]["path"] == saved["with"]["path"] == "determinism/base"
     order = [step.get("name") for step in steps]
-    assert order.index("Save the reference") < order.index("Verify the pull request"), "a failing job saves nothing"
+    assert order.index("Save the reference") < order.index("Verify the pull request"), (
+        "a failing job saves nothing"
+    )
     actions = {step["uses"] for step in STEPS if "uses" in step} - {use["uses"]}
     assert all(re.fullmatch(r"actions/[\w/-]+@v\d+", action) for action in actions)
 
@@ -53,7 +61,11 @@ def test_its_steps_name_each_other_and_its_inputs():
 def test_the_options_of_pytest_are_taken(tmp_path):
     (words,) = commands("pytest")
     done = subprocess.run(
-        [sys.executable, "-m", *words, "--collect-only"], cwd=tmp_path, capture_output=True, text=True, check=False
+        [sys.executable, "-m", *words, "--collect-only"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, done.stdout + done.stderr
 
@@ -72,11 +84,18 @@ CHANGES: dict[str, tuple[str, str, int]] = {
 def test_its_steps_find_a_change_and_leave_the_report(change, tmp_path):
     repository = tmp_path / "repository"
     repository.mkdir()
-    author = {f"GIT_{role}_{field}": "a@example.org" for role in ("AUTHOR", "COMMITTER") for field in ("NAME", "EMAIL")}
+    author = {
+        f"GIT_{role}_{field}": "a@example.org"
+        for role in ("AUTHOR", "COMMITTER")
+        for field in ("NAME", "EMAIL")
+    }
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     variables |= {**author, **WORKFLOW["env"], "PATH": path, "GITHUB_WORKSPACE": str(repository)}
-    variables |= {"GITHUB_OUTPUT": str(tmp_path / "output"), "GITHUB_STEP_SUMMARY": str(tmp_path / "summary.md")}
+    variables |= {
+        "GITHUB_OUTPUT": str(tmp_path / "output"),
+        "GITHUB_STEP_SUMMARY": str(tmp_path / "summary.md"),
+    }
     variables |= {
         "COMMAND": "python train.py --name 'a b'",
         "OPTIONS": ACTION["inputs"]["options"]["default"],
@@ -84,9 +103,15 @@ def test_its_steps_find_a_change_and_leave_the_report(change, tmp_path):
     }
 
     def bash(script: str, **more: str) -> subprocess.CompletedProcess[str]:
-        command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script]  # as GitHub runs it
+        # as GitHub runs it
+        command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script]
         return subprocess.run(
-            command, cwd=repository, env={**variables, **more}, capture_output=True, text=True, check=False
+            command,
+            cwd=repository,
+            env={**variables, **more},
+            capture_output=True,
+            text=True,
+            check=False,
         )
 
     old, new, status = CHANGES[change]
@@ -104,7 +129,9 @@ def test_its_steps_find_a_change_and_leave_the_report(change, tmp_path):
     assert recorded.returncode == 0, recorded.stdout + recorded.stderr
     verified = bash(step_of("Verify the pull request")["run"])
     assert verified.returncode == 0, "the next steps show the verdict first"
-    assert (tmp_path / "output").read_text().endswith(f"status={status}\n"), verified.stdout + verified.stderr
+    assert (tmp_path / "output").read_text().endswith(f"status={status}\n"), (
+        verified.stdout + verified.stderr
+    )
     end = step_of("End with the status of the verification")["run"]
     assert bash(end, STATUS=f"{status}", IS_ALLOWED="false").returncode == status
     assert bash(end, STATUS=f"{status}", IS_ALLOWED="true").returncode == (2 if status == 2 else 0)
@@ -118,7 +145,9 @@ def test_its_steps_find_a_change_and_leave_the_report(change, tmp_path):
         assert summary.startswith("## Training: match\n")
         return
     line = 1 + PROGRAM[: PROGRAM.index(old)].count("\n")
-    assert shown.stdout.startswith(f"::error file=train.py,line={line},title=Training diverged::Step 0, ")
+    assert shown.stdout.startswith(
+        f"::error file=train.py,line={line},title=Training diverged::Step 0, "
+    )
     assert summary.startswith("## Training: diverged\n")
     assert "| sites that differ |" in summary
     uploaded = [repository / path for path in step_of("Upload the report")["with"]["path"].split()]

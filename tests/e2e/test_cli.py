@@ -33,7 +33,9 @@ Command = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: Any) -> Path:
-    """A reference, others of which each differs in one way, one with ops that torch speaks of, and a checkpoint."""
+    """A reference, others of which each differs in one way, one with ops that torch
+    speaks of, and a checkpoint.
+    """
     folder, threads = tmp_path_factory.mktemp("runs"), torch.get_num_threads()
     record(folder / "reference")
     for name, num_threads in (("other", threads), ("elsewhere", threads + 1)):
@@ -43,11 +45,15 @@ def runs(tmp_path_factory: Any) -> Path:
             fit.model.first.weight[0, 0] += 1
         fit.run()
     torch.set_num_threads(threads)
-    fit = Fit(DeterminismCallback(folder / "state", mode="record", level="state"), max_epochs=1).run()
+    fit = Fit(
+        DeterminismCallback(folder / "state", mode="record", level="state"), max_epochs=1
+    ).run()
     fit.trainer.save_checkpoint(folder / "x.ckpt")
     write_run(folder / "long", range(24))
     write_run(folder / "short", range(4))
-    Training(model=partial(Deep, middle=partial(nn.ReflectionPad1d, (1, -1)))).record(folder / "ops")
+    Training(model=partial(Deep, middle=partial(nn.ReflectionPad1d, (1, -1)))).record(
+        folder / "ops"
+    )
     return folder
 
 
@@ -70,7 +76,9 @@ def command(runs: Path, capsys: Any, monkeypatch: Any) -> Command:
 def test_whoever_reads_may_leave_and_a_pipe_gets_plain_text(runs):
     def piped(words: str, into: str) -> str:
         script = f"{sys.executable} -m det_callbacks {words} | {into}; echo ${{PIPESTATUS[0]}}"
-        done = subprocess.run(["bash", "-c", script], cwd=runs, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["bash", "-c", script], cwd=runs, capture_output=True, text=True, check=False
+        )
         assert done.stderr == ""
         return done.stdout
 
@@ -87,7 +95,11 @@ def test_whoever_reads_may_leave_and_a_pipe_gets_plain_text(runs):
     [
         ("reference reference", 0, "MATCH\nAll "),
         ("reference other", 1, "the initial state differs (first.weight: 1 of 9 tensors)"),
-        ("short long", 1, "Steps 4 to 23 (20 of them) are only in the current run; the 4 common steps match."),
+        (
+            "short long",
+            1,
+            "Steps 4 to 23 (20 of them) are only in the current run; the 4 common steps match.",
+        ),
         ("short long --steps common", 0, "Only the steps that both runs have were compared."),
         ("reference elsewhere", 3, "torch.num_threads"),
     ],
@@ -105,7 +117,11 @@ def test_diff_prints_the_verdict(words, status, text, command):
 
 
 def test_sentences_and_tables_stay_below_120_columns_and_what_is_copied_is_one_line():
-    rows, words, copied = [("x" * 300, 7)], " ".join(["word"] * 60), "det-callbacks show " + "y" * 200
+    rows, words, copied = (
+        [("x" * 300, 7)],
+        " ".join(["word"] * 60),
+        "det-callbacks show " + "y" * 200,
+    )
     text = to_text([Section(lines=[words], code=[copied], table=Table(columns="ab", rows=rows))])
     lines = text.splitlines()
     assert max(len(line) for line in lines if line != copied) < 120
@@ -113,9 +129,16 @@ def test_sentences_and_tables_stay_below_120_columns_and_what_is_copied_is_one_l
     wide = to_text([Section(table=Table(columns="ab", rows=rows, is_wide=True))])
     assert wide.splitlines()[1].split() == ["x" * 300, "7"], "other programs read it line by line"
     name = "recipe.racing_sum.default" * 3
-    folded = to_text([Section(table=Table(columns="ab", rows=[(name, "at train.py:41 in forward " * 3)]))])
+    folded = to_text(
+        [Section(table=Table(columns="ab", rows=[(name, "at train.py:41 in forward " * 3)]))]
+    )
     assert name in folded, "words are cut only where nothing else helps"
-    few = Section(title="Some", items=["one"], facts=[("a", "b")], table=Table(columns="ab", rows=["cd"] * 3, limit=1))
+    few = Section(
+        title="Some",
+        items=["one"],
+        facts=[("a", "b")],
+        table=Table(columns="ab", rows=["cd"] * 3, limit=1),
+    )
     assert to_text([few]).splitlines() == ["Some", "  one", "  a  b", "a  b", "c  d", "and 2 more"]
 
 
@@ -126,7 +149,11 @@ def test_show_lists_the_steps_and_the_sites_of_one(runs, command):
     assert ("level op" in lines[1], lines[2]) == (True, "rank 0: 4 steps in 1 fit")
     assert lines[-1].endswith(format_digest(run.rank(0).chain(0, 3)))
     content = json.loads(command("show reference --json")[1])
-    assert (content["complete"], content["world_size"], content["selection"]["level"]) == (True, 1, "op")
+    assert (content["complete"], content["world_size"], content["selection"]["level"]) == (
+        True,
+        1,
+        "op",
+    )
     assert [row["step"] for row in content["steps"]] == [0, 1, 2, 3]
     shown = [line.split()[1] for line in command("show long")[1].splitlines()[4:]]
     assert shown == [*map(str, range(10)), "...", *map(str, range(14, 24))]
@@ -135,23 +162,42 @@ def test_show_lists_the_steps_and_the_sites_of_one(runs, command):
     lines = command("show reference --step 1")[1].splitlines()
     assert lines[0].startswith(f"step 1 (epoch 0, rank 0): {len(view.program)} sites, ")
     assert len(lines) == 2 + len(view.program)
-    position = next(place for place, site in enumerate(view.program.sites) if site.op == "aten.addmm.default")
+    position = next(
+        place for place, site in enumerate(view.program.sites) if site.op == "aten.addmm.default"
+    )
     row, digests = lines[2 + position], [format_digest(int(bits)) for bits in view.record.digests]
-    place = rf"{position} +forward +first +aten.addmm.default#0 +float32 \[8, .* {digests[position]} .* in forward"
+    place = rf"{position} +forward +first +aten.addmm.default#0 +float32 \[8, .* "
+    place += rf"{digests[position]} .* in forward"
     assert re.fullmatch(place, row.strip())
     sites = json.loads(command("show reference --step 1 --json")[1])["sites"]
     found = [(row["op"], row["digest"]) for row in sites]
-    assert found == [(site.op, bits) for site, bits in zip(view.program.sites, digests, strict=True)]
+    assert found == [
+        (site.op, bits) for site, bits in zip(view.program.sites, digests, strict=True)
+    ]
 
 
 def test_ops_lists_what_torch_says_and_what_a_run_uses(command):
     lines, facts = command("ops")[1].splitlines(), read_op_facts()
     counts = Counter(fact.behaviour for fact in facts)
-    installed = version("torch")  # that of PyPI's wheels is without the "+cu130" of torch.__version__
-    assert lines[0].startswith(f"torch {installed}: {len(facts)} entries ({counts['alternate algorithm']} alt")
+    # that of PyPI's wheels is without the "+cu130" of torch.__version__
+    installed = version("torch")
+    assert lines[0].startswith(
+        f"torch {installed}: {len(facts)} entries ({counts['alternate algorithm']} alt"
+    )
     assert [line.split()[0] for line in lines[3:]] == [fact.name for fact in facts]
     (row,) = [line.split() for line in lines if line.startswith("torch.histc ")]
-    assert row == ["torch.histc", "error", "cuda", "aten.histc", "when", "called", "on", "a", "CUDA", "tensor"]
+    assert row == [
+        "torch.histc",
+        "error",
+        "cuda",
+        "aten.histc",
+        "when",
+        "called",
+        "on",
+        "a",
+        "CUDA",
+        "tensor",
+    ]
     content = json.loads(command("ops --json")[1])
     assert (content["schema"], content["torch"], content["run"]) == (1, installed, None)
     assert (content["counts"], len(content["entries"])) == (counts, len(facts))
@@ -175,15 +221,30 @@ def test_ops_lists_what_torch_says_and_what_a_run_uses(command):
         ("findings nowhere --json", "There is no run in "),
         ("doctor --json --against nowhere", "There is no run in "),
         ("check-checkpoint nowhere --json", "There is no checkpoint "),
-        ("diff reference state", "were recorded with different arguments (level: 'op' and 'state')"),
-        ("show reference --step 4", "has no step 4 of segment 0, rank 0; it has 4 steps from 0 to 3 there."),
-        ("show reference --segment 1 --step 0", "has no step 0 of segment 1, rank 0; it has no steps there."),
+        (
+            "diff reference state",
+            "were recorded with different arguments (level: 'op' and 'state')",
+        ),
+        (
+            "show reference --step 4",
+            "has no step 4 of segment 0, rank 0; it has 4 steps from 0 to 3 there.",
+        ),
+        (
+            "show reference --segment 1 --step 0",
+            "has no step 0 of segment 1, rank 0; it has no steps there.",
+        ),
         ("show reference --segment 4", "has no segment 4, rank 0; it has no steps there."),
         ("show reference --rank 1", "has no rank 1; it has 1, from 0."),
         # a run that holds no ops is no run that uses none
         ("ops --used-by state", "state holds no ops (level state, 4 steps of rank 0)"),
-        *((words, "usage: det-callbacks") for words in ("", "show", "show run --step -1", "diff reference")),
-        *((words, "usage: det-callbacks") for words in ("diff reference current --steps some", "ops --used-by")),
+        *(
+            (words, "usage: det-callbacks")
+            for words in ("", "show", "show run --step -1", "diff reference")
+        ),
+        *(
+            (words, "usage: det-callbacks")
+            for words in ("diff reference current --steps some", "ops --used-by")
+        ),
     ],
 )
 def test_what_could_not_be_done_is_written_to_standard_error(words, message, command):
@@ -218,10 +279,18 @@ def test_a_checkpoint_is_compared_with_its_digests_or_with_another_one(runs, com
 
     checkpoint["state_dict"]["norm.bias"] = torch.zeros(4)
     torch.save(checkpoint, path)
-    texts = "last.bias differs (", "norm.bias was float32 [16], and is float32 [4]", "entries match what was saved"
+    texts = (
+        "last.bias differs (",
+        "norm.bias was float32 [16], and is float32 [4]",
+        "entries match what was saved",
+    )
     entries = check(str(path), 1, *texts)["entries"]
     found = [(entry["path"], entry["kind"]) for entry in entries]
-    assert sorted(found) == [("last.bias", "content"), ("more", "extra"), ("norm.bias", "structure")]
+    assert sorted(found) == [
+        ("last.bias", "content"),
+        ("more", "extra"),
+        ("norm.bias", "structure"),
+    ]
 
     os.unlink(f"{path}.digests.json")
     check(str(path), 2, "nothing to compare")

@@ -1,4 +1,6 @@
-"""Compiled models under a Trainer: recorded and verified, seen for what they are, and trained as without us."""
+"""Compiled models under a Trainer: recorded and verified, seen for what they are,
+and trained as without us.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -58,7 +60,9 @@ def fit(
     training = Training(net())
     NUDGE["twice"] = is_nudged
     generator = torch.Generator().manual_seed(1)
-    data = TensorDataset(torch.randn(16, 8, generator=generator), torch.randint(2, (16,), generator=generator))
+    data = TensorDataset(
+        torch.randn(16, 8, generator=generator), torch.randint(2, (16,), generator=generator)
+    )
     compiled = compile_it(training, backend)
     if is_warm:
         state, generator_state = state_of(training), torch.get_rng_state()
@@ -66,7 +70,9 @@ def fit(
             quiet_trainer(max_steps=4).fit(compiled, DataLoader(data, batch_size=4))
         training.load_state_dict(state)
         torch.set_rng_state(generator_state)
-    callback = DeterminismCallback(folder / "reference", mode=mode, current=folder / "current", **options)
+    callback = DeterminismCallback(
+        folder / "reference", mode=mode, current=folder / "current", **options
+    )
     trainer = quiet_trainer(callback, *beside, default_root_dir=folder, max_steps=4)
     try:
         trainer.fit(compiled, DataLoader(data, batch_size=4))
@@ -76,8 +82,12 @@ def fit(
     return callback.verdict, [parameter.detach().clone() for parameter in training.parameters()]
 
 
-@pytest.mark.parametrize(("compile_it", "backend"), [(whole, "inductor"), (network, opaque_backend())])
-def test_a_compiled_training_is_verified_and_a_fault_inside_is_found(tmp_path, capsys, backend, compile_it):
+@pytest.mark.parametrize(
+    ("compile_it", "backend"), [(whole, "inductor"), (network, opaque_backend())]
+)
+def test_a_compiled_training_is_verified_and_a_fault_inside_is_found(
+    tmp_path, capsys, backend, compile_it
+):
     def run(mode: str, *, is_nudged: bool = False) -> Any:
         return fit(tmp_path, mode, compile_it, backend, is_nudged=is_nudged)[0]
 
@@ -97,8 +107,12 @@ def test_a_compiled_training_is_verified_and_a_fault_inside_is_found(tmp_path, c
     assert ("compiled region" in inside.explanation) is not is_seen
 
 
-@pytest.mark.parametrize(("compile_it", "backend"), [(whole, opaque_backend()), (network, "inductor")])
-def test_a_model_that_was_compiled_before_its_fit_has_the_graphs_of_one_that_was_not(tmp_path, backend, compile_it):
+@pytest.mark.parametrize(
+    ("compile_it", "backend"), [(whole, opaque_backend()), (network, "inductor")]
+)
+def test_a_model_that_was_compiled_before_its_fit_has_the_graphs_of_one_that_was_not(
+    tmp_path, backend, compile_it
+):
     def run(mode: str, number: int, *, is_warm: bool) -> Any:
         return fit(tmp_path / str(number), mode, compile_it, backend, is_warm=is_warm)
 
@@ -111,7 +125,9 @@ def test_a_model_that_was_compiled_before_its_fit_has_the_graphs_of_one_that_was
         assert all(map(torch.equal, recorded, alone))
 
 
-def test_eager_steps_have_the_bits_of_such_steps_and_are_not_compared_with_compiled_ones(tmp_path, capsys):
+def test_eager_steps_have_the_bits_of_such_steps_and_are_not_compared_with_compiled_ones(
+    tmp_path, capsys
+):
     def force(trainer: pl.Trainer, *_: Any) -> None:
         """Eager steps without us; the last one compiles the network."""
         torch.compiler.set_stance("force_eager" if trainer.global_step < 3 else "default")
@@ -120,7 +136,13 @@ def test_eager_steps_have_the_bits_of_such_steps_and_are_not_compared_with_compi
     words = "compiled code ran as eager code, with different kernels"
     _, watched = fit(tmp_path, "record", network, "inductor", compiled="eager", **only)
     assert words in capsys.readouterr().out
-    _, alone = fit(tmp_path, "disabled", network, "inductor", beside=[LambdaCallback(on_train_batch_start=force)])
+    _, alone = fit(
+        tmp_path,
+        "disabled",
+        network,
+        "inductor",
+        beside=[LambdaCallback(on_train_batch_start=force)],
+    )
     assert all(map(torch.equal, watched, alone))
     verdict, _ = fit(tmp_path, "verify", network, "inductor")
     assert verdict.verdict == "match", "taken from the reference"
@@ -139,11 +161,20 @@ def compiled_or_not(*, is_compiled: bool) -> loops.Loop:
 @pytest.mark.parametrize("level", ["op", "module"])
 @pytest.mark.parametrize(("first", "side"), [(True, "reference"), (False, "current run")])
 def test_a_verdict_says_that_only_one_of_two_runs_is_compiled(first, side, level, tmp_path):
-    loops.train(partial(compiled_or_not, is_compiled=first), tmp_path / "run", mode="record", level=level)
+    loops.train(
+        partial(compiled_or_not, is_compiled=first), tmp_path / "run", mode="record", level=level
+    )
     with pytest.raises(DivergenceError) as caught:
-        loops.train(partial(compiled_or_not, is_compiled=not first), tmp_path / "run", current=tmp_path / "current")
+        loops.train(
+            partial(compiled_or_not, is_compiled=not first),
+            tmp_path / "run",
+            current=tmp_path / "current",
+        )
     verdict = caught.value.verdict
-    assert f"Step 0, forward: only the {side} runs compiled code (compiled.Net_forward); " in verdict.explanation
+    assert (
+        f"Step 0, forward: only the {side} runs compiled code (compiled.Net_forward); "
+        in verdict.explanation
+    )
     assert "Compile both runs, or neither." in verdict.explanation
     assert verdict.cause == "structure"
 

@@ -12,17 +12,21 @@ from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import BitwiseEquivalenceMode, DeterminismCallback, DivergenceError
 from det_callbacks.settings.generators import GeneratorStates, RewindPoint, used_generators
-from det_callbacks.trace.state.generators import GeneratorLog
+from det_callbacks.trace.generators import GeneratorLog
 
 pytestmark = [
     pytest.mark.gpu,
     LIGHTNING_ADVICE,
-    pytest.mark.filterwarnings("ignore:.*dataloader is not resumable"),  # Lightning's advice: a resume within an epoch
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning"),  # torch says it once a process
+    # Lightning's advice: a resume within an epoch
+    pytest.mark.filterwarnings("ignore:.*dataloader is not resumable"),
+    # torch says it once a process
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning"),
 ]
 
 
-def fit(root: Path, *callbacks: pl.Callback, cuda_seed: int = 1, ckpt_path: Path | None = None) -> None:
+def fit(
+    root: Path, *callbacks: pl.Callback, cuda_seed: int = 1, ckpt_path: Path | None = None
+) -> None:
     started = Fit(*callbacks, max_epochs=2, default_root_dir=root, accelerator="gpu", devices=1)
     torch.cuda.manual_seed_all(cuda_seed)
     started.run(ckpt_path=ckpt_path)
@@ -68,7 +72,9 @@ def test_dropout_is_equal_to_itself_and_draws_once(device):
 
 
 def test_nothing_waits_for_the_device_and_none_is_touched(device):
-    contexts = [torch._C._cuda_hasPrimaryContext(index) for index in range(torch.cuda.device_count())]
+    contexts = [
+        torch._C._cuda_hasPrimaryContext(index) for index in range(torch.cuda.device_count())
+    ]
     torch.rand(1, device=device)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -86,7 +92,9 @@ def test_nothing_waits_for_the_device_and_none_is_touched(device):
     assert torch.equal(first, second)
     assert torch.equal(first, third)
     contexts[device.index] = True
-    assert contexts == [torch._C._cuda_hasPrimaryContext(index) for index in range(torch.cuda.device_count())]
+    assert contexts == [
+        torch._C._cuda_hasPrimaryContext(index) for index in range(torch.cuda.device_count())
+    ]
 
 
 def test_a_capture_is_left_alone(device):

@@ -1,4 +1,6 @@
-"""The site of docs/ and its pictures: built strictly, complete, searchable, and without anything from the network."""
+"""The site of docs/ and its pictures: built strictly, complete, searchable,
+and without anything from the network.
+"""
 
 import functools
 import http.server
@@ -30,7 +32,9 @@ def build(folder: Path, site: Path) -> subprocess.CompletedProcess[str]:
     (options,) = re.findall(r"(?m)^\t.*/mkdocs (build .*)$", (ROOT / "Makefile").read_text())
     command = [sys.executable, "-m", "mkdocs", *options.split(), "--site-dir", str(site)]
     variables = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, cwd=folder, env=variables, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +58,9 @@ def served(site: Path) -> Iterator[str]:
 def test_every_public_name_has_a_place_with_an_example_in_the_api_reference(site):
     page = (site / "reference" / "api" / "index.html").read_text()
     places = re.split(r'(?=<h3 id="det_callbacks\.)', page)[1:]
-    with_examples = {place.split('"')[1].rpartition(".")[2] for place in places if "&gt;&gt;&gt;" in place}
+    with_examples = {
+        place.split('"')[1].rpartition(".")[2] for place in places if "&gt;&gt;&gt;" in place
+    }
     assert set(det_callbacks.__all__) <= with_examples
 
 
@@ -68,7 +74,9 @@ def test_the_search_knows_each_page(site):
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
 def test_a_browser_finds_something_and_asks_for_nothing_elsewhere(site):
     with served(site) as address, sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
+        )
         page = browser.new_page(viewport={"width": 1400, "height": 900})
         asked: list[str] = []
         page.on("request", lambda request: asked.append(request.url))
@@ -111,4 +119,9 @@ def test_a_wrong_link_is_an_error(written, complaint, tmp_path):
 def test_the_picture_of_a_report_shows_what_the_same_run_says_today(tmp_path):
     picture = pictures.REPORT.read_bytes()
     assert pictures.text_of(picture) == pictures.shown(pictures.write_report(tmp_path))
-    assert pictures.text_of(pictures.with_text(b"".join([pictures.SIGNATURE, picture[8:33]]), "one text")) == "one text"
+    assert (
+        pictures.text_of(
+            pictures.with_text(b"".join([pictures.SIGNATURE, picture[8:33]]), "one text")
+        )
+        == "one text"
+    )

@@ -34,11 +34,17 @@ def recorded(path: Path, change: Callable[[dict], None] = lambda manifest: None)
 
 
 def test_what_the_defaults_ask_for_is_missing_until_it_is_enforced(capsys, monkeypatch):
-    with enforce_determinism({"deterministic_algorithms": "disabled", "cublas_workspace_config": None}):
+    with enforce_determinism(
+        {"deterministic_algorithms": "disabled", "cublas_workspace_config": None}
+    ):
         assert main(["doctor"]) == 1
         text = capsys.readouterr().out
         line = "det_callbacks.enforce_determinism({'deterministic_algorithms': 'error'})"
-        assert re.search(rf"^not in force +deterministic_algorithms +error +disabled +{re.escape(line)}$", text, re.M)
+        assert re.search(
+            rf"^not in force +deterministic_algorithms +error +disabled +{re.escape(line)}$",
+            text,
+            re.M,
+        )
         assert "1 setting not in force: deterministic_algorithms" in text
     with enforce_determinism(DeterminismSettings()):
         assert main(["doctor"]) == 0
@@ -48,11 +54,14 @@ def test_what_the_defaults_ask_for_is_missing_until_it_is_enforced(capsys, monke
     diagnosis = diagnose(look_at_installation())
     (finding,) = (finding for finding in diagnosis.settings if finding.name in diagnosis.missing)
     assert (finding.name, finding.state) == ("python_hash_seed", "too late")
-    assert finding.to_do.startswith("restart with PYTHONHASHSEED=11 (PYTHONHASHSEED is read when the process starts")
+    assert finding.to_do.startswith(
+        "restart with PYTHONHASHSEED=11 (PYTHONHASHSEED is read when the process starts"
+    )
 
 
 @pytest.mark.parametrize(
-    ("algorithms", "fills", "is_told"), [("error", True, True), ("warn", True, True), ("error", False, False)]
+    ("algorithms", "fills", "is_told"),
+    [("error", True, True), ("warn", True, True), ("error", False, False)],
 )
 def test_what_filling_memory_costs_is_told_where_it_is_done(algorithms, fills, is_told, capsys):
     settings = {"deterministic_algorithms": algorithms, "fill_uninitialized_memory": fills}
@@ -60,17 +69,25 @@ def test_what_filling_memory_costs_is_told_where_it_is_done(algorithms, fills, i
         main(["doctor"])
         text = " ".join(capsys.readouterr().out.split())
         assert ("enforce_determinism({'fill_uninitialized_memory': False})" in text) is is_told
-    with enforce_determinism({"deterministic_algorithms": "disabled", "cublas_workspace_config": None}):
+    with enforce_determinism(
+        {"deterministic_algorithms": "disabled", "cublas_workspace_config": None}
+    ):
         main(["doctor"])
         assert "Filling memory" not in capsys.readouterr().out
 
 
-def test_what_only_cuda_reads_is_no_fault_without_it_and_how_an_accelerator_digests_is_said(capsys, monkeypatch):
+def test_what_only_cuda_reads_is_no_fault_without_it_and_how_an_accelerator_digests_is_said(
+    capsys, monkeypatch
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("hpu"))
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available: torch.device("hpu")
+    )
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
     with enforce_determinism({"cublas_workspace_config": None, "cudnn_deterministic": False}):
-        found = {finding.name: finding.state for finding in diagnose(look_at_installation()).settings}
+        found = {
+            finding.name: finding.state for finding in diagnose(look_at_installation()).settings
+        }
         assert found["cublas_workspace_config"] == found["cudnn_deterministic"] == "no effect here"
         assert found["cudnn_benchmark"] == "in force"
         assert main(["doctor"]) == 0
@@ -101,12 +118,20 @@ def test_another_thread_count_and_version_than_in_the_reference(tmp_path, capsys
         assert main(["doctor", "--against", path, "--json"]) == 1
         form = json.loads(capsys.readouterr().out)
         assert (form["schema"], form["is_well"]) == (1, False)
-        assert [(one["name"], one["changes_bits"], one["to_do"]) for one in form["differences"]] == [
+        assert [
+            (one["name"], one["changes_bits"], one["to_do"]) for one in form["differences"]
+        ] == [
             ("numpy.version", True, "pip install numpy==1.0.0"),
-            ("torch.num_threads", True, f"det_callbacks.enforce_determinism({{'num_threads': {threads}}})"),
+            (
+                "torch.num_threads",
+                True,
+                f"det_callbacks.enforce_determinism({{'num_threads': {threads}}})",
+            ),
             ("cpu.count", False, ""),
         ]
-        assert [one["name"] for one in form["settings"] if one["state"] == "not in force"] == ["num_threads"]
+        assert [one["name"] for one in form["settings"] if one["state"] == "not in force"] == [
+            "num_threads"
+        ]
         assert main(["doctor", "--against", path]) == 1
         assert f"Different from {path}" in capsys.readouterr().out
         assert main(["doctor", "--against", recorded(tmp_path / "same")]) == 0
@@ -116,18 +141,23 @@ def test_another_thread_count_and_version_than_in_the_reference(tmp_path, capsys
         assert "does not say which settings were in force" in capsys.readouterr().err
 
 
-def test_a_variable_of_the_reference_is_exported_or_unset_if_its_value_is_known(tmp_path, capsys, monkeypatch):
+def test_a_variable_of_the_reference_is_exported_or_unset_if_its_value_is_known(
+    tmp_path, capsys, monkeypatch
+):
     def change(manifest):
         values = {"env.TORCH_A": "1", "env.TORCH_PATH": "<place 0123>", "option.torch.x": True}
         manifest["environment"] |= {
-            name: {"value": value, "is_machine": False, "changes_bits": True} for name, value in values.items()
+            name: {"value": value, "is_machine": False, "changes_bits": True}
+            for name, value in values.items()
         }
 
     with enforce_determinism(DeterminismSettings()):
         path = recorded(tmp_path / "run", change)
         monkeypatch.setenv("NCCL_B", "2")
         main(["doctor", "--against", path, "--json"])
-    found = {one["name"]: one["to_do"] for one in json.loads(capsys.readouterr().out)["differences"]}
+    found = {
+        one["name"]: one["to_do"] for one in json.loads(capsys.readouterr().out)["differences"]
+    }
     assert found == {
         "env.NCCL_B": "unset NCCL_B",
         "env.TORCH_A": "export TORCH_A=1",
@@ -136,12 +166,18 @@ def test_a_variable_of_the_reference_is_exported_or_unset_if_its_value_is_known(
     }
 
 
-@pytest.mark.parametrize(("version", "is_bad"), [("2.6.2", True), ("2.6.3", True), ("2.6.1", False), ("2.6.6", False)])
+@pytest.mark.parametrize(
+    ("version", "is_bad"), [("2.6.2", True), ("2.6.3", True), ("2.6.1", False), ("2.6.6", False)]
+)
 def test_a_version_of_lightning_with_malware_is_not_imported(version, is_bad, capsys, monkeypatch):
-    monkeypatch.setattr(versions, "version", lambda package: version if "lightning" in package else "2.15.0")
+    monkeypatch.setattr(
+        versions, "version", lambda package: version if "lightning" in package else "2.15.0"
+    )
     monkeypatch.setattr(installation, "_broken", lambda: pytest.fail("imports") if is_bad else ())
     assert (main(["doctor"]) == 2) is is_bad
-    assert (f"pytorch_lightning {version}: it contains malware" in capsys.readouterr().out) is is_bad
+    assert (
+        f"pytorch_lightning {version}: it contains malware" in capsys.readouterr().out
+    ) is is_bad
 
 
 # Variables of the environment that settings are about, and that the advice names.
@@ -155,13 +191,17 @@ def fail_with_paths(name: str) -> Any:
         __all__ = ("x", "y")
 
         def __getattr__(self, name: str) -> Any:
-            raise ImportError(f"{Path.home()}/env/libtorch.so: not found (/opt/shared/envs/jane.doe/x.py)")
+            raise ImportError(
+                f"{Path.home()}/env/libtorch.so: not found (/opt/shared/envs/jane.doe/x.py)"
+            )
 
     return Broken()
 
 
 @pytest.mark.parametrize("is_broken", [False, True])
-def test_a_bug_report_has_versions_and_devices_and_nothing_private(is_broken, tmp_path, monkeypatch, capsys):
+def test_a_bug_report_has_versions_and_devices_and_nothing_private(
+    is_broken, tmp_path, monkeypatch, capsys
+):
     home = tmp_path / "users" / "jane.doe"
     home.mkdir(parents=True)
     monkeypatch.chdir(home)
@@ -176,14 +216,29 @@ def test_a_bug_report_has_versions_and_devices_and_nothing_private(is_broken, tm
             assert main(["doctor", *arguments]) == (2 if is_broken else 0)
             forms.append(capsys.readouterr().out)
     for form in forms:
-        for private in ("jane.doe", "very-secret", "SERVICE_TOKEN", socket.gethostname(), sys.prefix, str(tmp_path)):
+        for private in (
+            "jane.doe",
+            "very-secret",
+            "SERVICE_TOKEN",
+            socket.gethostname(),
+            sys.prefix,
+            str(tmp_path),
+        ):
             assert private not in form
         assert not re.search(r"(?<![\w.~])/\w", form), "an absolute path"
         assert {name for name in os.environ if re.search(rf"\b{name}\b", form)} <= READ
     content = json.loads(forms[1])
     schemas.require_schema(content, "doctor")
     versions = content["installation"]["versions"]
-    assert {"python", "det_callbacks", "torch", "lightning", "hydra-core", "numpy", "transformers"} <= {*versions}
+    assert {
+        "python",
+        "det_callbacks",
+        "torch",
+        "lightning",
+        "hydra-core",
+        "numpy",
+        "transformers",
+    } <= {*versions}
     if is_broken:
         broken = "x, y: ImportError: libtorch.so: not found (x.py)"
         assert (content["installation"]["broken"], content["is_well"]) == ([broken], False)
@@ -191,5 +246,7 @@ def test_a_bug_report_has_versions_and_devices_and_nothing_private(is_broken, tm
         assert f"Cannot be imported: {broken}" in text
         assert "Install versions that det_callbacks was tested with: torch 2.11 to 2.15" in text
         return
-    assert {"platform.system", "cpu.model", "torch.num_threads", "torch.cuda", "cuda"} <= {*content["facts"]}
+    assert {"platform.system", "cpu.model", "torch.num_threads", "torch.cuda", "cuda"} <= {
+        *content["facts"]
+    }
     assert json.loads(forms[2])["against"] == "~/run"

@@ -1,4 +1,6 @@
-"""Scripts that train nothing: each call of the outermost module is a step; a script that trains later is a training."""
+"""Scripts that train nothing: each call of the outermost module is a step; a script that trains
+later is a training.
+"""
 
 import sys
 from pathlib import Path
@@ -107,7 +109,9 @@ def test_each_call_of_the_outermost_module_is_a_step(name, command):  # noqa: F8
     assert f"is a step: {num_steps} steps" in done.text
     assert "finding" not in done.text
     done = command("verify", "run")
-    assert (done.status, "\nMATCH\n" in done.text, followed in done.text) == (0, True, True), done.text + done.errors
+    assert (done.status, "\nMATCH\n" in done.text, followed in done.text) == (0, True, True), (
+        done.text + done.errors
+    )
     done = command("verify", "run", "other")
     assert (done.status, "\nDIVERGED\n" in done.text) == (1, True), done.text + done.errors
 
@@ -127,7 +131,12 @@ def test_the_verdict_names_the_op_of_the_call_that_differs(command):  # noqa: F8
     assert command("record", "again", "other").status == 0
     verdict = compare_runs("run", "again")
     first = verdict.first_divergence
-    assert (first.step, first.phase, first.op, first.is_origin) == (2, "forward", "aten.add.Tensor", True)
+    assert (first.step, first.phase, first.op, first.is_origin) == (
+        2,
+        "forward",
+        "aten.add.Tensor",
+        True,
+    )
     assert verdict.coverage.followed == "none; each call of Model is a step"
     assert verdict.coverage.steps == (0, 3)
 
@@ -160,7 +169,9 @@ def test_a_script_that_trains_after_calls_is_recorded_as_a_training(name, comman
 
 
 def test_a_training_is_not_verified_against_an_evaluation(command):  # noqa: F811
-    Path("train.py").write_text(HEAD + LOOP + f"\nif 'other' in sys.argv:\n{TRAINS.replace(chr(10), chr(10) + '    ')}")
+    Path("train.py").write_text(
+        HEAD + LOOP + f"\nif 'other' in sys.argv:\n{TRAINS.replace(chr(10), chr(10) + '    ')}"
+    )
     assert command("record", "run").status == 0
     done = command("verify", "run", "other")
     assert done.status == 1, done.text + done.errors
@@ -169,7 +180,9 @@ def test_a_training_is_not_verified_against_an_evaluation(command):  # noqa: F81
     )
     assert command("record", "trained").status == 0
     done = command("verify", "trained", "other")
-    assert (done.status, "nothing was" in done.text or "DIVERGED" in done.text) == (2, True), done.text + done.errors
+    assert (done.status, "nothing was" in done.text or "DIVERGED" in done.text) == (2, True), (
+        done.text + done.errors
+    )
 
 
 BY_HAND = """
@@ -200,7 +213,9 @@ def test_a_training_without_an_optimizer_is_refused_as_before(command):  # noqa:
 def test_the_scripts_own_run_is_used(command):  # noqa: F811
     Path("train.py").write_text(HEAD + OWN)
     done = command("record", "run")
-    assert (done.status, "the script has its own run" in done.text) == (2, True), done.text + done.errors
+    assert (done.status, "the script has its own run" in done.text) == (2, True), (
+        done.text + done.errors
+    )
     assert not [*Path("run").iterdir()]
     assert Run.open("own").incomplete_reason is None
 
@@ -229,7 +244,10 @@ def test_a_training_run_needs_no_optimizer(tmp_path):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def train() -> None:
-        with TrainingRun(tmp_path / "trained", mode="record", model=model) as run, run.step(torch.ones(3, 4)):
+        with (
+            TrainingRun(tmp_path / "trained", mode="record", model=model) as run,
+            run.step(torch.ones(3, 4)),
+        ):
             model(torch.ones(3, 4)).sum().backward()
             optimizer.step()
 

@@ -21,12 +21,16 @@ from det_callbacks.verdict import Verdict
 pytestmark = [
     LIGHTNING_ADVICE,
     # workers are forked from a process with threads, which Python 3.12 warns of
-    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),  # Python's, of processes that are forked here
-    pytest.mark.filterwarnings("ignore::det_callbacks.errors.DivergenceWarning"),  # what on_divergence="warn" says
+    # Python's, of processes that are forked here
+    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
+    # what on_divergence="warn" says
+    pytest.mark.filterwarnings("ignore::det_callbacks.errors.DivergenceWarning"),
 ]
 
 
-NUMBERED = TensorDataset(torch.arange(288.0).reshape(24, 12).sin(), torch.arange(24) % 3, torch.arange(24))
+NUMBERED = TensorDataset(
+    torch.arange(288.0).reshape(24, 12).sin(), torch.arange(24) % 3, torch.arange(24)
+)
 """Samples with their numbers."""
 
 ORDER = [*range(23, -1, -1)]
@@ -46,7 +50,9 @@ def rows_of(path: Path) -> list[EvidenceRow]:
     return list(read_evidence(evidence_path(stream), run_id=run.manifest.run_id))
 
 
-def fit(callback: DeterminismCallback, loader: Any, model: type[Classifier], **options: Any) -> None:
+def fit(
+    callback: DeterminismCallback, loader: Any, model: type[Classifier], **options: Any
+) -> None:
     torch.manual_seed(0)
     options = {"max_epochs": 1, "default_root_dir": callback.reference.parent, **options}
     quiet_trainer(callback, **options).fit(model(), loader)
@@ -57,15 +63,21 @@ def record(folder: Path, loader: Any, model: type[Classifier] = OfNumbered, **op
     return folder
 
 
-def verify(folder: Path, loader: Any, model: type[Classifier] = OfNumbered, **options: Any) -> Verdict:
+def verify(
+    folder: Path, loader: Any, model: type[Classifier] = OfNumbered, **options: Any
+) -> Verdict:
     callback = DeterminismCallback(folder, on_divergence="warn")
     fit(callback, loader, model, **options)
     return callback.verdict
 
 
-@pytest.mark.parametrize("workers", [{}, {"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}], ids=str)
+@pytest.mark.parametrize(
+    "workers", [{}, {"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}], ids=str
+)
 def test_the_indices_are_those_of_the_batch_that_is_trained_on(tmp_path, workers):
-    loader = DataLoader(NUMBERED, 4, shuffle=True, generator=torch.Generator().manual_seed(1), **workers)
+    loader = DataLoader(
+        NUMBERED, 4, shuffle=True, generator=torch.Generator().manual_seed(1), **workers
+    )
     OfNumbered.trained.clear()
     rows = rows_of(record(tmp_path / "run", loader, max_epochs=2))
     indices = {row.step: json.loads(row.text) for row in rows if row.kind == "indices"}
@@ -94,7 +106,10 @@ def test_what_a_hook_makes_of_a_batch_is_told_from_what_was_loaded(tmp_path):
     for name, before in (("other", shifted(0.0)), ("none", Classifier)):
         reference = record(tmp_path / name, DataLoader(Samples(), 4), before)
         verdict = verify(reference, DataLoader(Samples(), 4), shifted(0.5))
-        assert (verdict.cause, "on_after_batch_transfer" in verdict.explanation) == ("data_content", True)
+        assert (verdict.cause, "on_after_batch_transfer" in verdict.explanation) == (
+            "data_content",
+            True,
+        )
         assert "batch: the loader's output matches" in verdict.evidence
 
 
@@ -132,19 +147,42 @@ def test_what_is_not_looked_into_is_told_and_may_have_given_an_argument(tmp_path
             x, y = default_collate(samples)
             return Sample(x + shift, y, unread)
 
-        return DataLoader(Samples(), 8, collate_fn=collate, generator=torch.Generator().manual_seed(seed))
+        return DataLoader(
+            Samples(), 8, collate_fn=collate, generator=torch.Generator().manual_seed(seed)
+        )
 
     reference = record(tmp_path / "run", loader({1, 2}), OfObjects)
-    verdict = verify(reference, loader({1, 2}, seed=1), type("Doubled", (OfObjects,), {"factor": 2.0}))
-    assert (verdict.cause, verdict.coverage.opaque_regions) == ("forward", ("batch.unread (builtins.set)",))
+    verdict = verify(
+        reference, loader({1, 2}, seed=1), type("Doubled", (OfObjects,), {"factor": 2.0})
+    )
+    assert (verdict.cause, verdict.coverage.opaque_regions) == (
+        "forward",
+        ("batch.unread (builtins.set)",),
+    )
     found = verdict.first_divergence
-    assert (found.op, found.kind, found.is_origin, verdict.origins) == ("aten.mul.Tensor", "argument", None, ())
+    assert (found.op, found.kind, found.is_origin, verdict.origins) == (
+        "aten.mul.Tensor",
+        "argument",
+        None,
+        (),
+    )
     assert "a part of the batch that the recorder could not inspect" in verdict.explanation
     assert "seen only from outside: batch.unread (builtins.set)" in capsys.readouterr().out
     found = verify(reference, loader(frozenset([1])), OfObjects).first_divergence
     assert (found.name, found.kind) == ("batch.unread", "structure")
     verdict = verify(reference, loader({1, 2}, 1.0), OfObjects)
     found = verdict.first_divergence
-    assert (verdict.cause, found.phase, found.name, found.shape) == ("data_content", "data", "batch.x", (8, 12))
-    nested = torch.nested.nested_tensor([torch.ones(3), torch.ones(4)])  # of torch's older layout, which has no sizes
-    assert verify(record(tmp_path / "nested", loader(nested), OfObjects), loader(nested), OfObjects).verdict == "match"
+    assert (verdict.cause, found.phase, found.name, found.shape) == (
+        "data_content",
+        "data",
+        "batch.x",
+        (8, 12),
+    )
+    # of torch's older layout, which has no sizes
+    nested = torch.nested.nested_tensor([torch.ones(3), torch.ones(4)])
+    assert (
+        verify(
+            record(tmp_path / "nested", loader(nested), OfObjects), loader(nested), OfObjects
+        ).verdict
+        == "match"
+    )

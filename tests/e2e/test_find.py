@@ -1,4 +1,6 @@
-"""``det-callbacks find``: from a script to its op, the numbers and a file; and what it says where it cannot."""
+"""``det-callbacks find``: from a script to its op, the numbers and a file;
+and what it says where it cannot.
+"""
 
 import json
 import shlex
@@ -57,7 +59,9 @@ def find(tmp_path: Path, monkeypatch: Any, capfd: Any) -> Find:
 
     def run(*words: str, fault: str = "") -> Ended:
         capfd.readouterr()
-        status = main(["find", "--out=out", *words, "--", sys.executable, "train.py", *filter(None, [fault])])
+        status = main(
+            ["find", "--out=out", *words, "--", sys.executable, "train.py", *filter(None, [fault])]
+        )
         return Ended(status, *capfd.readouterr())
 
     return run
@@ -69,10 +73,18 @@ def test_one_command_goes_from_a_script_to_its_op_the_numbers_and_a_file(find):
     assert done.status == 1, done.errors
     answer = json.loads(done.text)
     first = answer["origins"][0]
-    assert (first["op"], first["is_origin"], answer["cause"]) == ("app.sum_rows.default", True, "forward")
+    assert (first["op"], first["is_origin"], answer["cause"]) == (
+        "app.sum_rows.default",
+        True,
+        "forward",
+    )
     assert first["numbers"]["output"][0]["num_differing"] > 0
     pairs = answer["find"]["pairs"]
-    assert [pair["recorded"].split()[0] for pair in pairs] == ["level=state", "level=op", "level=op"]
+    assert [pair["recorded"].split()[0] for pair in pairs] == [
+        "level=state",
+        "level=op",
+        "level=op",
+    ]
     assert {pair["verdict"] for pair in pairs} == {"diverged"}
     assert "keep_tensors=forward/2:app.sum_rows.default" in pairs[-1]["recorded"]
     assert answer == {**json.loads(Path("out/verdict.json").read_text()), "find": answer["find"]}
@@ -82,7 +94,10 @@ def test_one_command_goes_from_a_script_to_its_op_the_numbers_and_a_file(find):
     assert "app.sum_rows.default is not an op of torch" in answer["find"]["repro"]["printed"]
     assert "run 1 of 2: level=state" in done.errors
     assert " s left: level=op only_steps=0" in done.errors
-    steps = [Run.open(Path("out/runs", name)).rank(0).steps(0).tolist() for name in ("03-reference", "05-reference")]
+    steps = [
+        Run.open(Path("out/runs", name)).rank(0).steps(0).tolist()
+        for name in ("03-reference", "05-reference")
+    ]
     assert steps == [[0], [0]], "a run ends after the step that is wanted"
 
 
@@ -116,9 +131,13 @@ with TrainingRun("own", mode="record", model=model, optimizers=optimizer{setting
 """
 
 
-@pytest.mark.parametrize(("settings", "status"), [("", 0), (", settings={'cudnn_benchmark': False}", 2)])
+@pytest.mark.parametrize(
+    ("settings", "status"), [("", 0), (", settings={'cudnn_benchmark': False}", 2)]
+)
 def test_a_run_of_the_script_itself_is_off_unless_it_applies_settings(settings, status, find):
-    head = APP.partition("for step in range(12)")[0].replace("torch.manual_seed(", "torch.manual_seed(0 * ")
+    head = APP.partition("for step in range(12)")[0].replace(
+        "torch.manual_seed(", "torch.manual_seed(0 * "
+    )
     own = OWN_RUN.replace("{settings}", settings)
     Path("train.py").write_text(f"from det_callbacks import TrainingRun\n{head}{own}")
     done = find()
@@ -143,7 +162,9 @@ def test_a_difference_that_does_not_come_again_is_told_with_its_pairs(find):
 
 
 def test_a_race_that_moves_is_met_at_another_step(find):
-    """The step that differed first is equal in the next pairs, so all steps are recorded, until it comes again."""
+    """The step that differed first is equal in the next pairs, so all steps are recorded,
+    until it comes again.
+    """
     done = find("--json", fault="moving")
     pairs = json.loads(done.text)["find"]["pairs"]
     found = [(pair["recorded"], pair["step"]) for pair in pairs if pair["verdict"] == "diverged"]
@@ -181,7 +202,9 @@ def test_a_factor_that_cannot_be_varied_does_not_hide_another(find, monkeypatch)
     assert (done.status, "no torch DataLoader" in done.errors) == (2, True), done.errors
     assert "threads: 2 instead of 1" in done.text
     shutil.rmtree("out")
-    Path("train.py").write_text(APP.replace('runs if fault == "unseeded"', '7 if os.environ["OMP_NUM_THREADS"] == "2"'))
+    Path("train.py").write_text(
+        APP.replace('runs if fault == "unseeded"', '7 if os.environ["OMP_NUM_THREADS"] == "2"')
+    )
     done = find("--vary=workers,threads", "--tries=1")
     assert done.status == 1, done.errors
     assert "torch.num_threads" in done.text
@@ -196,14 +219,19 @@ def test_with_a_given_reference_it_says_what_to_record_where(find):
     assert "det-callbacks record OTHER --level=op --only-steps=0 -- python train.py" in text
     assert f"Then: det-callbacks find OTHER -- {sys.executable} train.py" in text
     shutil.rmtree("out")
-    assert main(["record", "ops", "--level=op", "--only-steps=0", "--", sys.executable, "train.py"]) == 0
+    assert (
+        main(["record", "ops", "--level=op", "--only-steps=0", "--", sys.executable, "train.py"])
+        == 0
+    )
     done = find("ops")
     assert (done.status, Path("out/repro/repro.py").exists()) == (1, True), done.text
 
 
 def commit(folder: Path, *words: str) -> str:
     config = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
-    done = subprocess.run(["git", *config, *words], cwd=folder, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", *config, *words], cwd=folder, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -224,12 +252,16 @@ def test_the_printed_line_bisects_to_the_commit(find, tmp_path, monkeypatch):
         commit(home, "commit", "-qm", f"change {number}")
         if not number:
             reference = str(tmp_path / "ref")
-            assert main(["record", reference, "--level=state", "--", sys.executable, "train.py"]) == 0
+            assert (
+                main(["record", reference, "--level=state", "--", sys.executable, "train.py"]) == 0
+            )
     done = find(reference)
     assert done.status == 1, done.errors
     text = " ".join(done.text.split())
     start, run = text.partition("To find the commit: ")[2].partition(", then: ")[::2]
-    run = shlex.join(shlex.split(run.partition("; the difference")[0].partition(" det-callbacks find: ")[0]))
+    run = shlex.join(
+        shlex.split(run.partition("; the difference")[0].partition(" det-callbacks find: ")[0])
+    )
     tool = shlex.join([sys.executable, "-m", "det_callbacks"])
     commit(home, *shlex.split(start)[1:])
     printed = commit(home, *shlex.split(run.replace("det-callbacks verify", f"{tool} verify"))[1:])

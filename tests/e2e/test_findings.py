@@ -1,4 +1,6 @@
-"""Each finding on a training that has it, and none on the nearest innocent one; the examples in the docstrings."""
+"""Each finding on a training that has it, and none on the nearest innocent one;
+the examples in the docstrings.
+"""
 
 import json
 import random
@@ -48,7 +50,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from trainers import LIGHTNING_ADVICE, quiet_trainer
 
-from det_callbacks import DeterminismCallback, ObserverContext, SelectionError, TrainingRun, compare_runs, observe
+from det_callbacks import (
+    DeterminismCallback,
+    ObserverContext,
+    SelectionError,
+    TrainingRun,
+    compare_runs,
+    observe,
+)
 from det_callbacks.cli import main
 from det_callbacks.findings.facts import fits_of
 from det_callbacks.findings.table import RULES, find_findings
@@ -61,8 +70,14 @@ pytestmark = [
 ]
 
 
-def record(folder: Path, model: Callable[[], Any], loader: Any, *callbacks: pl.Callback, **options: Any) -> Path:
-    chosen = {name: options.pop(name) for name in ("level", "only_steps", "every_n_steps") if name in options}
+def record(
+    folder: Path, model: Callable[[], Any], loader: Any, *callbacks: pl.Callback, **options: Any
+) -> Path:
+    chosen = {
+        name: options.pop(name)
+        for name in ("level", "only_steps", "every_n_steps")
+        if name in options
+    }
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(11)
     callback = DeterminismCallback(folder, mode="record", **{"level": "state", **chosen})
@@ -91,11 +106,14 @@ def variant(base: type[Any], **attributes: Any) -> type[Any]:
 Training = Callable[[Path], Path]
 
 
-def training(model: Callable[[], Any] = Plain, loader: Any = shuffled, *callbacks: Any, **options: Any) -> Training:
+def training(
+    model: Callable[[], Any] = Plain, loader: Any = shuffled, *callbacks: Any, **options: Any
+) -> Training:
     return lambda folder: record(folder, model, loader, *(make() for make in callbacks), **options)
 
 
-# finding -> trainings that have it: ranks, steps, names; the first one is the example in the docstring
+# finding -> trainings that have it: ranks, steps, names; the first one is
+# the example in the docstring
 GUILTY: Mapping[str, list[tuple[Training, tuple[int, ...], list[str]]]] = {
     "repeated_order": [
         (training(Plain, shuffled, SeedsEpochs, max_epochs=3), (8, 11), ["train_dataloader"]),
@@ -104,20 +122,37 @@ GUILTY: Mapping[str, list[tuple[Training, tuple[int, ...], list[str]]]] = {
             (4, 7),
             ["train_dataloader"],
         ),
-        (training(Plain, lambda: shuffled(batch_size=32), SeedsEpochs, max_epochs=3), (2, 2), ["train_dataloader"]),
-        (training(Plain, shuffled, SeedsEpochs, only_steps=[0], max_epochs=3), (8, 11), ["train_dataloader"]),
         (
-            training(Plain, lambda: shuffled(shuffle=False, sampler=Mine(Samples())), SeedsEpochs, max_epochs=3),
+            training(Plain, lambda: shuffled(batch_size=32), SeedsEpochs, max_epochs=3),
+            (2, 2),
+            ["train_dataloader"],
+        ),
+        (
+            training(Plain, shuffled, SeedsEpochs, only_steps=[0], max_epochs=3),
             (8, 11),
             ["train_dataloader"],
         ),
         (
-            training(Plain, lambda: in_batches(RandomSampler(Samples())), SeedsEpochs, max_epochs=3),
+            training(
+                Plain,
+                lambda: shuffled(shuffle=False, sampler=Mine(Samples())),
+                SeedsEpochs,
+                max_epochs=3,
+            ),
             (8, 11),
             ["train_dataloader"],
         ),
         (
-            training(Plain, lambda: in_batches(FromProcess(shuffles=True)), SeedsEpochs, max_epochs=3),
+            training(
+                Plain, lambda: in_batches(RandomSampler(Samples())), SeedsEpochs, max_epochs=3
+            ),
+            (8, 11),
+            ["train_dataloader"],
+        ),
+        (
+            training(
+                Plain, lambda: in_batches(FromProcess(shuffles=True)), SeedsEpochs, max_epochs=3
+            ),
             (8, 11),
             ["train_dataloader"],
         ),
@@ -129,15 +164,27 @@ GUILTY: Mapping[str, list[tuple[Training, tuple[int, ...], list[str]]]] = {
             ["batch[0]", "batch[1]"],
         ),
         (
-            training(Plain, lambda: shuffled(shuffle=False, sampler=[0, 1, 2, 3] * 12, batch_size=4), max_epochs=1),
+            training(
+                Plain,
+                lambda: shuffled(shuffle=False, sampler=[0, 1, 2, 3] * 12, batch_size=4),
+                max_epochs=1,
+            ),
             (1, 11),
             ["batch[0]", "batch[1]"],
         ),
-        (training(Plain, lambda: twice(num_workers=2), max_epochs=1), (1, 15), ["batch[0]", "batch[1]"]),
+        (
+            training(Plain, lambda: twice(num_workers=2), max_epochs=1),
+            (1, 15),
+            ["batch[0]", "batch[1]"],
+        ),
     ],
     "equal_workers": [
         (training(Plain, lambda: of_workers(shares=False), max_epochs=1), (0, 31), ["batch[0]"]),
-        (training(Plain, lambda: of_workers(shares=False, number=16), max_epochs=3), (0, 23), ["batch[0]"]),
+        (
+            training(Plain, lambda: of_workers(shares=False, number=16), max_epochs=3),
+            (0, 23),
+            ["batch[0]"],
+        ),
     ],
     "reseeded": [
         (training(Classifier, shuffled, SeedsEpochs, max_epochs=3), (4, 8), ["torch.cpu"]),
@@ -149,11 +196,23 @@ GUILTY: Mapping[str, list[tuple[Training, tuple[int, ...], list[str]]]] = {
     "frozen_parameter": [
         (training(SlowHead), (0, 7), ["last.weight", "last.bias"]),
         (training(SlowHead, max_epochs=6, every_n_steps=3), (0, 21), ["last.weight", "last.bias"]),
-        (training(SlowHead, max_epochs=6, accumulate_grad_batches=2), (1, 23), ["last.weight", "last.bias"]),
+        (
+            training(SlowHead, max_epochs=6, accumulate_grad_batches=2),
+            (1, 23),
+            ["last.weight", "last.bias"],
+        ),
     ],
-    "uncleared_gradient": [(training(NeverCleared, level="op"), (1, 7), ["first.weight", "first.bias"])],
+    "uncleared_gradient": [
+        (training(NeverCleared, level="op"), (1, 7), ["first.weight", "first.bias"])
+    ],
     "constant_loss": [
-        (training(variant(Dead, training_step=lambda self, batch, _: self(batch[0]).square().mean())), (0, 7), ["loss"])
+        (
+            training(
+                variant(Dead, training_step=lambda self, batch, _: self(batch[0]).square().mean())
+            ),
+            (0, 7),
+            ["loss"],
+        )
     ],
     "unused_precision": [
         (training(InFloat32, precision="bf16-mixed", level="op"), (0, 7), ["trainer.precision"]),
@@ -171,23 +230,39 @@ INNOCENT: Mapping[str, Training] = {
     "plain": training(Classifier, level="op"),
     "no shuffle": training(Classifier, in_order, level="op"),
     "set_epoch": training(Plain, lambda: shuffled(shuffle=False, sampler=WithEpoch(forgets=False))),
-    "one order, at random": training(Plain, lambda: in_batches(FromProcess(shuffles=False)), SeedsEpochs, max_epochs=3),
-    "shuffled by torch's generator": training(Plain, lambda: in_batches(FromProcess(shuffles=True)), max_epochs=3),
-    "two rounds of workers": training(Plain, lambda: of_workers(shares=False, number=8), max_epochs=4),
-    "few samples": training(
-        Plain, lambda: DataLoader(TensorDataset(torch.randn(3, 12), torch.arange(3)), 3, shuffle=True)
+    "one order, at random": training(
+        Plain, lambda: in_batches(FromProcess(shuffles=False)), SeedsEpochs, max_epochs=3
     ),
-    "generator of the loader": training(Plain, lambda: shuffled(generator=torch.Generator().manual_seed(1))),
+    "shuffled by torch's generator": training(
+        Plain, lambda: in_batches(FromProcess(shuffles=True)), max_epochs=3
+    ),
+    "two rounds of workers": training(
+        Plain, lambda: of_workers(shares=False, number=8), max_epochs=4
+    ),
+    "few samples": training(
+        Plain,
+        lambda: DataLoader(TensorDataset(torch.randn(3, 12), torch.arange(3)), 3, shuffle=True),
+    ),
+    "generator of the loader": training(
+        Plain, lambda: shuffled(generator=torch.Generator().manual_seed(1))
+    ),
     "overfit_batches": training(Plain, in_order, overfit_batches=2, max_epochs=8),
     "overfit one batch": training(Plain, in_order, overfit_batches=1, max_epochs=8),
     "full batches": training(Plain, lambda: in_order(32), max_epochs=8),
     "one sample a batch": training(
-        WithoutNorm, lambda: DataLoader(TensorDataset(torch.ones(16, 12), torch.zeros(16).long()), 1, shuffle=True)
+        WithoutNorm,
+        lambda: DataLoader(
+            TensorDataset(torch.ones(16, 12), torch.zeros(16).long()), 1, shuffle=True
+        ),
     ),
-    "constant data": training(Plain, lambda: DataLoader(TensorDataset(torch.ones(64, 12), torch.zeros(64).long()), 8)),
+    "constant data": training(
+        Plain, lambda: DataLoader(TensorDataset(torch.ones(64, 12), torch.zeros(64).long()), 8)
+    ),
     "iterable": training(Plain, lambda: DataLoader(Stuck(8), batch_size=None)),
     "workers": training(Plain, lambda: of_workers(shares=True), max_epochs=1),
-    "workers of a list": training(Plain, lambda: shuffled(batch_size=2, num_workers=2), max_epochs=1),
+    "workers of a list": training(
+        Plain, lambda: shuffled(batch_size=2, num_workers=2), max_epochs=1
+    ),
     "attention without dropout": training(Attends, level="op"),
     "generator put back": training(Forks, in_order, level="op"),
     "frozen by choice": training(variant(WithoutHead, is_trained=False)),
@@ -204,7 +279,9 @@ INNOCENT: Mapping[str, Training] = {
     "averaged": training(variant(Averaged, updates=True), max_epochs=6),
     "adversarial": training(Adversarial, level="op"),
     "cleared to zero": training(ClearsToZero, level="op"),
-    "bias before a norm": training(Scheduled, shuffled, max_epochs=8, accumulate_grad_batches=3, gradient_clip_val=0.1),
+    "bias before a norm": training(
+        Scheduled, shuffled, max_epochs=8, accumulate_grad_batches=3, gradient_clip_val=0.1
+    ),
     "mixed precision": training(Plain, precision="bf16-mixed", level="op"),
     "level module": training(Classifier, level="module"),
 }
@@ -215,18 +292,27 @@ def message(finding: Finding) -> str:
     return "\n".join(textwrap.wrap(text, 92, break_on_hyphens=False))
 
 
-ALL_GUILTY = {word: [*GUILTY.get(word, []), *GUILTY_LOOPS.get(word, [])] for word in {**GUILTY, **GUILTY_LOOPS}}
+ALL_GUILTY = {
+    word: [*GUILTY.get(word, []), *GUILTY_LOOPS.get(word, [])]
+    for word in {**GUILTY, **GUILTY_LOOPS}
+}
 ALL_INNOCENT = {**INNOCENT, **INNOCENT_LOOPS}
 CASES = [(word, number) for word, known in ALL_GUILTY.items() for number in range(len(known))]
 
 
-@pytest.mark.parametrize(("word", "number"), CASES, ids=[f"{word} {number}" for word, number in CASES])
+@pytest.mark.parametrize(
+    ("word", "number"), CASES, ids=[f"{word} {number}" for word, number in CASES]
+)
 def test_a_training_that_has_it_is_found(word, number, tmp_path):
     train, steps, names = ALL_GUILTY[word][number]
     found = {one.finding: one for one in findings_in(train(tmp_path / "run"))}
     assert word in found, found
     assert {*found} & {"repeated_batch", "equal_workers"} <= {word}  # two explanations of one thing
-    assert (found[word].ranks, found[word].steps, [*found[word].names][: len(names)]) == ((0,), steps, names)
+    assert (found[word].ranks, found[word].steps, [*found[word].names][: len(names)]) == (
+        (0,),
+        steps,
+        names,
+    )
     if not number:
         (rule,) = (rule for rule in RULES if word == rule.name)
         assert message(found[word]) == example(rule)
@@ -252,17 +338,26 @@ KNOWN = ("nn.CircularPad2d AdamW: uninitialised_read", "nn.CircularPad3d ASGD: u
 CLEAN = {
     "styles": [pytest.mark.slow],
     "modules": [pytest.mark.slow],
-    "models": [pytest.mark.slow, pytest.mark.skipif(not find_spec("torchvision"), reason="needs torchvision")],
+    "models": [
+        pytest.mark.slow,
+        pytest.mark.skipif(not find_spec("torchvision"), reason="needs torchvision"),
+    ],
 }
 
 
-@pytest.mark.parametrize("source", [pytest.param(source, marks=marks) for source, marks in CLEAN.items()])
+@pytest.mark.parametrize(
+    "source", [pytest.param(source, marks=marks) for source, marks in CLEAN.items()]
+)
 def test_correct_trainings_of_many_kinds_are_not_accused(source):
     script = Path(__file__).with_name("clean_trainings.py")
-    ended = subprocess.run([sys.executable, script, source], capture_output=True, text=True, check=True)
+    ended = subprocess.run(
+        [sys.executable, script, source], capture_output=True, text=True, check=True
+    )
     *accused, last = ended.stdout.splitlines()
     assert [line for line in accused if not line.startswith(KNOWN)] == []
-    assert int(last.removesuffix(" trainings")) >= {"styles": 7, "modules": 100, "models": 12}[source]
+    assert (
+        int(last.removesuffix(" trainings")) >= {"styles": 7, "modules": 100, "models": 12}[source]
+    )
 
 
 class SeedsRanks(Classifier):
@@ -288,7 +383,12 @@ RANKS: Mapping[str, tuple[dict[str, Any], list[str], str, str]] = {
         "equal_ranks",
         "Ranks 0 and 1 draw the same random numbers from torch.cpu",
     ),
-    "gradients are never averaged": ({"model": NeverAverages}, ["first.weight"], "unequal_replicas", "first.weight"),
+    "gradients are never averaged": (
+        {"model": NeverAverages},
+        ["first.weight"],
+        "unequal_replicas",
+        "first.weight",
+    ),
     "innocent": ({"model": SeedsRanks}, [], "", ""),
 }
 EXAMPLES_OF_RANKS = {"equal batches", "gradients are never averaged"}
@@ -302,7 +402,9 @@ def test_what_ranks_do_is_found(name, tmp_path):
     found = findings_in(tmp_path / "run")
     line = f"1 finding: {word}; see det-callbacks findings"
     assert [one.output.count(line) for one in ended] == [int(bool(word)), 0]
-    assert [(one.finding, one.ranks, [*one.names][:1]) for one in found] == ([(word, (0, 1), names)] if word else [])
+    assert [(one.finding, one.ranks, [*one.names][:1]) for one in found] == (
+        [(word, (0, 1), names)] if word else []
+    )
     assert all(one.explanation.startswith(text) for one in found)
     if name in EXAMPLES_OF_RANKS:
         (rule,) = (rule for rule in RULES if word == rule.name)
@@ -334,14 +436,18 @@ def train_replicas(folder: Path, kind: str, rank: int) -> None:
         if kind in ("bypassed", "shards"):
             loop.model = inner
         loop.loader = DataLoader(samples(), batch_size=2, sampler=[*range(rank, 24, 2)])
-        with TrainingRun(folder / "run", mode="record", model=loop.model, optimizers=loop.optimizers) as run:
+        with TrainingRun(
+            folder / "run", mode="record", model=loop.model, optimizers=loop.optimizers
+        ) as run:
             loop.run(run, epochs=2 if "codebook" in kind else 1)
     finally:
         torch.distributed.destroy_process_group()
 
 
 @pytest.mark.ddp
-@pytest.mark.parametrize("kind", ["bypassed", "averaged", "shards", "own codebook", "broadcast codebook"])
+@pytest.mark.parametrize(
+    "kind", ["bypassed", "averaged", "shards", "own codebook", "broadcast codebook"]
+)
 def test_replicas_of_any_launcher_that_began_equal_and_drift_apart_are_found(kind, tmp_path):
     run_ranks(lambda rank: train_replicas(tmp_path, kind, rank), tmp_path / "output", status=0)
     found = [one for one in findings_in(tmp_path / "run") if one.finding == "unequal_replicas"]
@@ -363,7 +469,9 @@ def repeating(tmp_path_factory: Any) -> Path:
     return record(folder, WithoutHead, shuffled, SeedsEpochs(), max_epochs=3, level="op")
 
 
-def test_the_command_says_what_was_found_and_show_and_the_verdict_too(repeating, tmp_path, capsys, monkeypatch):
+def test_the_command_says_what_was_found_and_show_and_the_verdict_too(
+    repeating, tmp_path, capsys, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     words = ["repeated_order", "not_in_optimizer"]
     assert main(["findings", str(repeating), "--json"]) == 1
@@ -387,12 +495,16 @@ def test_the_command_says_what_was_found_and_show_and_the_verdict_too(repeating,
     assert "although train_dataloader shuffles" in Path("report.html").read_text()
 
 
-def test_a_finding_is_ignored_by_its_word_and_an_unknown_word_is_refused(repeating, tmp_path, capsys, monkeypatch):
+def test_a_finding_is_ignored_by_its_word_and_an_unknown_word_is_refused(
+    repeating, tmp_path, capsys, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     table = "[tool.det_callbacks]\nignore_findings = "
     Path("pyproject.toml").write_text(f'{table}["repeated_order", "reseeded"]')
     assert main(["findings", str(repeating), "--json"]) == 1
-    assert [one["finding"] for one in json.loads(capsys.readouterr().out)["findings"]] == ["not_in_optimizer"]
+    assert [one["finding"] for one in json.loads(capsys.readouterr().out)["findings"]] == [
+        "not_in_optimizer"
+    ]
     Path("pyproject.toml").write_text(f'{table}["repeated_order", "reseeded", "not_in_optimizer"]')
     assert main(["findings", str(repeating)]) == 0
     assert "no findings" in capsys.readouterr().out
@@ -423,7 +535,10 @@ def test_a_run_that_cannot_be_read_has_no_findings(repeating, tmp_path, capsys):
 def test_findings_need_the_evidence_that_a_complete_training_recorded(repeating, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(repeating, run)
-    evidence, stream = run / "rank-00000/attempt-000.evidence.arrows", run / "rank-00000/attempt-000.arrows"
+    evidence, stream = (
+        run / "rank-00000/attempt-000.evidence.arrows",
+        run / "rank-00000/attempt-000.arrows",
+    )
     evidence.unlink()
     assert main(["findings", str(run)]) == 2
     assert f"{evidence} is damaged: it is missing" in capsys.readouterr().err
@@ -439,7 +554,10 @@ def test_findings_need_the_evidence_that_a_complete_training_recorded(repeating,
 
 def test_a_recording_ends_with_a_line_on_what_was_found(tmp_path, capsys):
     record(tmp_path / "run", WithoutHead, shuffled)
-    line = f"det_callbacks: 1 finding: not_in_optimizer; see det-callbacks findings {tmp_path / 'run'}\n"
+    line = (
+        "det_callbacks: 1 finding: not_in_optimizer; see det-callbacks findings "
+        f"{tmp_path / 'run'}\n"
+    )
     assert line in capsys.readouterr().out
     record(tmp_path / "other", Plain, shuffled)
     assert "finding" not in capsys.readouterr().out

@@ -1,4 +1,6 @@
-"""``det-callbacks record``, ``verify`` and ``check`` on loops without a Trainer, which know nothing of them."""
+"""``det-callbacks record``, ``verify`` and ``check`` on loops without a Trainer,
+which know nothing of them.
+"""
 
 import shutil
 import sys
@@ -23,7 +25,9 @@ APP = Path(__file__).with_name("loop_app.py")
 Command = Callable[..., Ended]
 
 
-def fork(words: Sequence[str], *, variables: Mapping[str, str], output: IO[bytes] | None = None) -> int:
+def fork(
+    words: Sequence[str], *, variables: Mapping[str, str], output: IO[bytes] | None = None
+) -> int:
     @contextmanager
     def followed() -> Iterator[None]:
         asked = launch_request()
@@ -72,7 +76,9 @@ def test_the_command_records_compiled_code_as_eager_code(command):
     assert "compiled code ran as eager code, with different kernels" in done.text
     recorded = StoredRun.open(Path("run"))
     assert recorded.manifest.selection.compiled == "eager"
-    assert not [site.op for site in recorded.view(0, 0, 1).program.sites if site.op.startswith("compiled.")]
+    assert not [
+        site.op for site in recorded.view(0, 0, 1).program.sites if site.op.startswith("compiled.")
+    ]
     assert command("verify", "run", "compiled").status == 0, "taken from the reference"
 
 
@@ -85,7 +91,9 @@ def test_a_loop_is_recorded_and_verified_as_it_is(style, command):
     assert "Warning" not in done.text + done.errors
     assert f"followed torch's optimizers: {num_steps} steps of {followed}" in done.text
     assert StoredRun.open(Path("run")).rank(0).steps(0).tolist() == [*range(num_steps)]
-    printed = [line for line in done.text.splitlines() if line.startswith(("weights", "validation"))]
+    printed = [
+        line for line in done.text.splitlines() if line.startswith(("weights", "validation"))
+    ]
 
     with open("alone.txt", "wb") as file:
         assert fork((sys.executable, "train.py", style), variables={}, output=file) == 0
@@ -93,30 +101,49 @@ def test_a_loop_is_recorded_and_verified_as_it_is(style, command):
 
     done = command("verify", "run", style)
     assert (done.status, "\nMATCH\n" in done.text) == (0, True), done.text + done.errors
-    assert f"followed torch's optimizers: {followed.rpartition(', ')[0]}" in done.text.split("Compared")[1]
+    assert (
+        f"followed torch's optimizers: {followed.rpartition(', ')[0]}"
+        in done.text.split("Compared")[1]
+    )
     if style == "plain":
         done = command("verify", "run", style, "seed")
-        assert (done.status, "\nDIVERGED\nStep 0: the initial state differs" in done.text) == (1, True), done.text
+        assert (done.status, "\nDIVERGED\nStep 0: the initial state differs" in done.text) == (
+            1,
+            True,
+        ), done.text
     if planted_at is not None:
         done = command("verify", "run", style, "planted")
-        assert (done.status, f"\nDIVERGED\nStep {planted_at}, forward: aten.mul" in done.text) == (1, True), done.text
+        assert (done.status, f"\nDIVERGED\nStep {planted_at}, forward: aten.mul" in done.text) == (
+            1,
+            True,
+        ), done.text
 
 
 def test_the_batch_of_a_model_that_gets_a_view_of_it_is_what_the_loader_gave(command):
     assert command("record", "run", "views").status == 0
-    names = {(site.phase, site.name) for site in StoredRun.open(Path("run")).view(0, 0, 1).program.sites}
+    names = {
+        (site.phase, site.name) for site in StoredRun.open(Path("run")).view(0, 0, 1).program.sites
+    }
     assert {("data", "batch[0]"), ("data", "batch[1]")} <= names
 
 
 def test_what_is_recorded_of_a_step(command):
-    """The phases and the names of a step, what the loader drew, and a learning rate that is another one."""
+    """The phases and the names of a step, what the loader drew,
+    and a learning rate that is another one.
+    """
     assert command("record", "run", "plain").status == 0
     run = StoredRun.open(Path("run"))
     program = run.view(0, 0, 1).program
     names = {(site.phase, site.name) for site in program.sites}
     assert {("data", "batch[0]"), ("data", "batch[1]"), ("forward", "loss")} <= names
     assert {("gradient", "grad of first.weight"), ("state", "exp_avg of last.bias")} <= names
-    assert {site.phase for site in program.sites} >= {"forward", "backward", "gradient", "optimizer", "state"}
+    assert {site.phase for site in program.sites} >= {
+        "forward",
+        "backward",
+        "gradient",
+        "optimizer",
+        "state",
+    }
     assert command("verify", "run", "--current", "other", "--", "plain", "lr").status == 1
     verdict = compare_runs("run", "other/run")
     assert (verdict.cause, verdict.first_divergence.phase) == ("settings", "optimizer")
@@ -136,10 +163,16 @@ def ops_by_phase(folder: str, step: int) -> dict[str, set[str]]:
 
 
 def test_in_an_accumulation_the_gradients_end_with_a_batch_and_with_the_update(command):
-    """How a batch is loaded is in no step, whether workers load it or the process itself; the batch is."""
+    """How a batch is loaded is in no step, whether workers load it or the
+    process itself; the batch is.
+    """
     assert command("record", "run", "uneven").status == 0
     ops = ops_by_phase("run", 1)
-    ops_of_step = [site.op for site in StoredRun.open(Path("run")).view(0, 0, 1).program.sites if site.role == "output"]
+    ops_of_step = [
+        site.op
+        for site in StoredRun.open(Path("run")).view(0, 0, 1).program.sites
+        if site.role == "output"
+    ]
     assert ops_of_step.count("aten.stack.default") == 1  # of the clipping
     assert ops["other"] == {"mul", "lerp_"}
     assert "clamp" in ops["gradient"]
@@ -151,7 +184,9 @@ def test_in_an_accumulation_the_gradients_end_with_a_batch_and_with_the_update(c
     verdict = compare_runs("run", "swapped/run")
     first = verdict.first_divergence
     assert (verdict.cause, first.step, first.name) == ("data_order", 0, "batch 2[0]")
-    assert any("drew at [6] 6 in the reference, 7 in the current run" in line for line in verdict.evidence)
+    assert any(
+        "drew at [6] 6 in the reference, 7 in the current run" in line for line in verdict.evidence
+    )
     done = command("check", "--vary", "workers", "--", "uneven")
     assert (done.status, "2 instead of 0" in done.text) == (0, True), done.text
 
@@ -159,7 +194,10 @@ def test_in_an_accumulation_the_gradients_end_with_a_batch_and_with_the_update(c
 def test_workers_of_a_script_without_a_loader_cannot_be_varied(command):
     done = command("check", "--vary", "workers", "--", "without_loader")
     assert done.status == 2, done.text
-    assert "workers: DET_CALLBACKS_NUM_WORKERS=2, but the training has no torch DataLoader" in done.text
+    assert (
+        "workers: DET_CALLBACKS_NUM_WORKERS=2, but the training has no torch DataLoader"
+        in done.text
+    )
     assert "Omit workers from det-callbacks check --vary" in done.text
 
 
@@ -167,7 +205,10 @@ def test_workers_of_a_script_without_a_loader_cannot_be_varied(command):
     ("style", "line"),
     [
         ("uneven", "not in the run: the last batch, after which AdamW did not step"),
-        ("called_at_the_end", "not in the run: the last call of Net, after which AdamW did not step"),
+        (
+            "called_at_the_end",
+            "not in the run: the last call of Net, after which AdamW did not step",
+        ),
     ],
 )
 def test_what_follows_the_last_update_is_not_in_the_run_and_a_line_says_so(style, line, command):
@@ -178,13 +219,20 @@ def test_what_follows_the_last_update_is_not_in_the_run_and_a_line_says_so(style
 
 
 @pytest.mark.parametrize(("words", "finds"), [((), True), (("whole",), False)])
-def test_a_loader_that_each_step_restarts_is_found_unless_it_has_only_one_batch(words, finds, command, capfd):
+def test_a_loader_that_each_step_restarts_is_found_unless_it_has_only_one_batch(
+    words, finds, command, capfd
+):
     assert command("record", "run", "restarted", *words).status == 0
     status, told = main(["findings", "run"]), capfd.readouterr().out
-    assert (status, "All 5 steps from step 1 to 5 get the previous step's batch" in told) == (finds, finds), told
+    assert (status, "All 5 steps from step 1 to 5 get the previous step's batch" in told) == (
+        finds,
+        finds,
+    ), told
 
 
-def test_workers_that_read_the_same_are_found_where_each_epoch_has_a_loader_of_its_own(command, capfd):
+def test_workers_that_read_the_same_are_found_where_each_epoch_has_a_loader_of_its_own(
+    command, capfd
+):
     assert command("record", "run", "workers").status == 0
     status, told = main(["findings", "run"]), capfd.readouterr().out
     assert (status, "equal_workers" in told, "repeated_batch" in told) == (1, True, False), told
@@ -195,7 +243,9 @@ def test_a_learning_rate_is_the_cause_where_the_optimizer_takes_a_closure(comman
     assert command("verify", "run", "--current", "other", "--", "closure", "lr").status == 1
     verdict = compare_runs("run", "other/run")
     assert (verdict.cause, verdict.first_divergence.phase) == ("settings", "gradient")
-    assert verdict.explanation.startswith("optimizer.LBFGS.lr is 1.0 in the reference and 0.9 in the current run")
+    assert verdict.explanation.startswith(
+        "optimizer.LBFGS.lr is 1.0 in the reference and 0.9 in the current run"
+    )
 
 
 def test_several_trainings_are_one_run(command):
@@ -210,13 +260,19 @@ def test_several_trainings_are_one_run(command):
     ("style", "says"),
     [
         ("by_hand", "nothing was recorded: AdamW did not step, and backward() ran 6 times"),
-        ("without_optimizer", "nothing was recorded: AdamW did not step, and backward() ran 6 times"),
+        (
+            "without_optimizer",
+            "nothing was recorded: AdamW did not step, and backward() ran 6 times",
+        ),
         (
             "functional",
             "AdamW stepped, but since its last step no module with its parameters was called with",
         ),
         ("left_in_eval", "with gradients enabled in train mode"),
-        ("caught", "AdamW stepped, but since its last step no module with its parameters was called with"),
+        (
+            "caught",
+            "AdamW stepped, but since its last step no module with its parameters was called with",
+        ),
         ("broken", "The script exited with status 1"),
         ("own", "the script has its own run, which is used"),
     ],
@@ -230,7 +286,17 @@ def test_what_cannot_be_followed_is_refused(style, says, command):
 def test_a_script_is_followed_from_its_start(tmp_path):
     """In a process of its own, whose seed comes first."""
     shutil.copy(APP, tmp_path / "train.py")
-    words = ("--seed", "5", "--level", "state", "--", sys.executable, "train.py", "plain", "unseeded")
+    words = (
+        "--seed",
+        "5",
+        "--level",
+        "state",
+        "--",
+        sys.executable,
+        "train.py",
+        "plain",
+        "unseeded",
+    )
     done = start("record", "run", *words, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "followed torch's optimizers: 12 steps of Net, AdamW, 1 DataLoader" in done.stdout

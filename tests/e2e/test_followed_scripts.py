@@ -1,4 +1,6 @@
-"""Small scripts in which something else than a call of a model and one update makes a step, or no process records."""
+"""Small scripts in which something else than a call of a model and one update makes a step,
+or no process records.
+"""
 
 import sys
 from pathlib import Path
@@ -63,7 +65,7 @@ class Worked(Dataset):
         return 8
     def __getitem__(self, index):
         return first(inputs[index]).detach().new_full((4,), index)
-"""
+"""  # noqa: E501  # a text
 
 OWN_CALL = """
 class Model(nn.Module):
@@ -85,17 +87,25 @@ FIRST = "not in the run: the first iteration of the loop (1 step of SGD), since 
 
 RECORDED = {
     "own __call__": (
-        OWN_CALL + "model = Model()\noptimizer = optim.SGD(model.parameters(), lr=rate)" + LOOP.format("model(inputs)"),
+        OWN_CALL
+        + "model = Model()\noptimizer = optim.SGD(model.parameters(), lr=rate)"
+        + LOOP.format("model(inputs)"),
         "4 steps of Linear and Model, SGD, no DataLoader; each update is a step",
     ),
     "own method": (
         OWN_CALL + "model = Model()\noptimizer = optim.SGD(model.parameters(), lr=rate)"
         "" + LOOP.format("Model.forward(model, inputs)"),
-        f"3 steps of Linear and Model, SGD, no DataLoader; each update is a step\ndet_callbacks: {FIRST}",
+        (
+            "3 steps of Linear and Model, SGD, no DataLoader; each update is a step\n"
+            f"det_callbacks: {FIRST}"
+        ),
     ),
     "functional call": (
         "model, optimizer = first, of_first"
-        + LOOP.format("torch.func.functional_call(model, {k: v * 1 for k, v in model.named_parameters()}, inputs)"),
+        + LOOP.format(
+            "torch.func.functional_call(model, {k: v * 1 for k, v in model.named_parameters()}, "
+            "inputs)"
+        ),
         f"no DataLoader; each update is a step\ndet_callbacks: {FIRST}",
     ),
     "bare tensor": (
@@ -131,7 +141,12 @@ for _ in range(4):
         "4 steps of Linear, SGD, no DataLoader; each update, or several in a row, is a step",
     ),
     "critic several times a batch": (
-        "for x, in DataLoader(TensorDataset(inputs), batch_size=4):\n    critic(x)\n    critic(x)\n    actor(x)",
+        (
+            "for x, in DataLoader(TensorDataset(inputs), batch_size=4):\n"
+            "    critic(x)\n"
+            "    critic(x)\n"
+            "    actor(x)"
+        ),
         "4 steps of Linear, SGD, 1 DataLoader; each batch is a step",
     ),
     "a trial before the training": (
@@ -186,12 +201,18 @@ def test_a_script_is_recorded_and_a_change_of_it_diverges(name, command):  # noq
 
 def test_what_a_match_does_not_cover_comes_first_and_is_in_the_run(command):  # noqa: F811
     Path("train.py").write_text(
-        HEAD + "for number in range(8):\n    critic(inputs) if not number else second(torch.ones(1, 6)).backward()"
+        HEAD
+        + (
+            "for number in range(8):\n"
+            "    critic(inputs) if not number else second(torch.ones(1, 6)).backward()"
+        )
     )
     rest = "the last 7 calls of Linear, after which SGD did not step"
     assert f"not in the run: {rest}" in command("record", "run").text
     done = command("verify", "run")
-    assert (done.status, "\nMATCH\nThe recorded part matches: all " in done.text) == (0, True), done.text
+    assert (done.status, "\nMATCH\nThe recorded part matches: all " in done.text) == (0, True), (
+        done.text
+    )
     assert command("record", "again").status == 0
     verdict = compare_runs("run", "again")
     assert verdict.explanation.startswith("The recorded part matches: all ")
@@ -215,7 +236,12 @@ REFUSED = {
         "SGD stepped 4 times outside of the main thread",
     ),
     "stale optimizer": (
-        "model = nn.Linear(4, 1)\nfor _ in range(3):\n    model(inputs).sum().backward()\n    of_first.step()",
+        (
+            "model = nn.Linear(4, 1)\n"
+            "for _ in range(3):\n"
+            "    model(inputs).sum().backward()\n"
+            "    of_first.step()"
+        ),
         "SGD stepped 3 times, and none of its 2 parameters is in a module that was called",
     ),
 }
@@ -228,14 +254,18 @@ def test_what_trains_and_is_not_recorded_is_an_error_that_says_what_was_seen(nam
     done = command("record", "run", "--level=state", "--")
     assert (done.status, says in done.text + done.errors) == (2, True), done.text + done.errors
     is_left = Path("run", "run.json").exists()
-    assert not is_left or Run.open(Path("run")).incomplete_reason, "a part of what trained is no reference"
+    assert not is_left or Run.open(Path("run")).incomplete_reason, (
+        "a part of what trained is no reference"
+    )
 
 
 def test_a_verification_of_a_part_of_what_trained_leaves_no_verdict(command):  # noqa: F811
     Path("train.py").write_text(HEAD + "train()\nif 'child' in sys.argv:\n    in_child(train)")
     assert command("record", "run").status == 0
     done = command("verify", "run", "child")
-    assert (done.status, "was not kept" in done.text + done.errors) == (2, True), done.text + done.errors
+    assert (done.status, "was not kept" in done.text + done.errors) == (2, True), (
+        done.text + done.errors
+    )
     assert [*Path().glob("determinism-verify/*/run/verdict.json")] == []
 
 
@@ -271,7 +301,12 @@ if "train" in sys.argv:
     ("source", "words", "status", "says"),
     [
         (LOOKED_FOR, ["train"], 0, "seed 7\n"),
-        (LOOKED_FOR, [], 2, "no optimizer of torch.optim was built, and no module with parameters was called"),
+        (
+            LOOKED_FOR,
+            [],
+            2,
+            "no optimizer of torch.optim was built, and no module with parameters was called",
+        ),
         (STEPPER, [], 2, "was built (the script has __main__.Stepper), and backward() ran once"),
         ("print()", [], 2, "torch was not imported, and no other framework is supported"),
         (
@@ -287,7 +322,9 @@ def test_a_script_that_looks_for_torch_first_is_recorded_and_others_say_what_the
 ):
     """In processes of their own, which Python starts with our startup code."""
     (tmp_path / "train.py").write_text(source)
-    done = start("record", "run", "--seed", "7", "--", sys.executable, "train.py", *words, folder=tmp_path)
+    done = start(
+        "record", "run", "--seed", "7", "--", sys.executable, "train.py", *words, folder=tmp_path
+    )
     assert (done.returncode, says in done.stdout) == (status, True), done.stdout + done.stderr
     if not status:
         assert Run.open(tmp_path / "run").rank(0).steps(0).tolist() == [0]

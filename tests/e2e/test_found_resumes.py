@@ -1,4 +1,6 @@
-"""A run that begins with the state that a step of the reference left is compared from there on, in any loop."""
+"""A run that begins with the state that a step of the reference left is compared
+from there on, in any loop.
+"""
 
 import sys
 from collections.abc import Mapping
@@ -12,7 +14,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
-from det_callbacks import DeterminismCallback, DivergenceError, SelectionError, TrainingRun, Verdict, cli
+from det_callbacks import (
+    DeterminismCallback,
+    DivergenceError,
+    SelectionError,
+    TrainingRun,
+    Verdict,
+    cli,
+)
 from det_callbacks.report.verdict import resume_table
 from det_callbacks.verdict import Resume
 
@@ -24,10 +33,14 @@ DATA = torch.randn(STEPS * 8, 6, generator=torch.Generator().manual_seed(6))
 class Loop:
     def __init__(self, seed: int = 0, *, lr: float = 0.05) -> None:
         torch.manual_seed(seed)
-        self.model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 3))
+        self.model = nn.Sequential(
+            nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 3)
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
 
-    def train(self, run: TrainingRun, begin: int = 0, *, batches_from: int | None = None) -> dict[str, Any]:
+    def train(
+        self, run: TrainingRun, begin: int = 0, *, batches_from: int | None = None
+    ) -> dict[str, Any]:
         """Train the steps from ``begin`` on; return what the loop has after AT of them."""
         saved: dict[str, Any] = {}
         with run:
@@ -41,7 +54,9 @@ class Loop:
                 if step + 1 == AT:
                     saved = {"rng": torch.get_rng_state()}
                     for name, part in ("model", self.model), ("optimizer", self.optimizer):
-                        saved[name] = {key: _copied(value) for key, value in part.state_dict().items()}
+                        saved[name] = {
+                            key: _copied(value) for key, value in part.state_dict().items()
+                        }
         return saved
 
 
@@ -54,27 +69,36 @@ def _copied(value: Any) -> Any:
 
 
 @pytest.fixture(scope="module", params=["state", "module", "op"])
-def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def recorded(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("found") / "reference"
     loop = Loop()
     level = request.param
-    run = TrainingRun(folder, mode="record", level=level, model=loop.model, optimizers=loop.optimizer)
+    run = TrainingRun(
+        folder, mode="record", level=level, model=loop.model, optimizers=loop.optimizer
+    )
     return folder, loop.train(run)
 
 
-def resumed(recorded: tuple[Path, dict[str, Any]], tmp_path: Path, *left_out: str, **options: Any) -> Verdict:
+def resumed(
+    recorded: tuple[Path, dict[str, Any]], tmp_path: Path, *left_out: str, **options: Any
+) -> Verdict:
     folder, saved = recorded
     loop = Loop(seed=9)
     loop.model.load_state_dict(saved["model"])
     if "optimizer" not in left_out:
-        loop.optimizer.load_state_dict(_copied(saved["optimizer"]))  # it keeps the tensors that it is given
+        # it keeps the tensors that it is given
+        loop.optimizer.load_state_dict(_copied(saved["optimizer"]))
     if "rng" not in left_out:
         torch.set_rng_state(saved["rng"])
     return verified(loop, folder, tmp_path, begin=AT, **options)
 
 
 def verified(loop: Loop, folder: Path, tmp_path: Path, **options: Any) -> Verdict:
-    run = TrainingRun(folder, current=tmp_path / "current", model=loop.model, optimizers=loop.optimizer)
+    run = TrainingRun(
+        folder, current=tmp_path / "current", model=loop.model, optimizers=loop.optimizer
+    )
     try:
         loop.train(run, **options)
     except DivergenceError as error:
@@ -86,7 +110,13 @@ def test_a_whole_resume_is_found_and_matches(recorded, tmp_path, capsys):
     verdict = resumed(recorded, tmp_path)
     assert (verdict.verdict, verdict.resume.step, verdict.resume.how) == ("match", AT, "found")
     assert verdict.coverage.steps == (AT, STEPS - 1)
-    assert {*verdict.resume.restored} == {"parameters", "buffers", "optimizer", "generators", "data"}
+    assert {*verdict.resume.restored} == {
+        "parameters",
+        "buffers",
+        "optimizer",
+        "generators",
+        "data",
+    }
     assert "differs" not in str(verdict.resume.restored)
     assert f"from step {AT} on, where it resumed" in capsys.readouterr().out
     content = verdict.to_dict()
@@ -97,14 +127,36 @@ def test_a_whole_resume_is_found_and_matches(recorded, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("left_out", "options", "cause", "restored"),
     [
-        (["optimizer"], {}, "checkpoint", {"parameters": "restored", "optimizer": "missing", "data": "restored"}),
-        (["rng"], {}, "rng", {"optimizer": "restored", "generators": "reseeded", "data": "restored"}),
-        ([], {"batches_from": 0}, "data_order", {"parameters": "restored", "optimizer": "restored", "data": "differs"}),
-        (["rng"], {"batches_from": 0}, "rng", {"optimizer": "restored", "generators": "reseeded", "data": "differs"}),
+        (
+            ["optimizer"],
+            {},
+            "checkpoint",
+            {"parameters": "restored", "optimizer": "missing", "data": "restored"},
+        ),
+        (
+            ["rng"],
+            {},
+            "rng",
+            {"optimizer": "restored", "generators": "reseeded", "data": "restored"},
+        ),
+        (
+            [],
+            {"batches_from": 0},
+            "data_order",
+            {"parameters": "restored", "optimizer": "restored", "data": "differs"},
+        ),
+        (
+            ["rng"],
+            {"batches_from": 0},
+            "rng",
+            {"optimizer": "restored", "generators": "reseeded", "data": "differs"},
+        ),
     ],
     ids=["no optimizer state", "no generators", "the data from the start", "what draws the data"],
 )
-def test_what_it_did_not_restore_is_told(left_out, options, cause, restored, recorded, tmp_path, capsys):
+def test_what_it_did_not_restore_is_told(
+    left_out, options, cause, restored, recorded, tmp_path, capsys
+):
     verdict = resumed(recorded, tmp_path, *left_out, **options)
     assert (verdict.verdict, verdict.cause, verdict.resume.step) == ("diverged", cause, AT)
     found: Mapping[str, Any] = {
@@ -138,7 +190,7 @@ for step, (batch,) in enumerate(loader):
     if step == 2 and not saved:
         states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
         torch.save(states, "saved.pt")
-"""
+"""  # noqa: E501  # a text
 
 
 def test_a_script_that_resumes_in_the_middle_of_an_epoch_is_found(tmp_path, monkeypatch, capfd):
@@ -154,9 +206,11 @@ PER_EPOCH = 6
 
 
 def trained_on(loader: Any, folder: Path, tmp_path: Path | None = None, **options: Any) -> Any:
-    """Record, or verify from the middle of the second epoch on, the training on a loader that is made for it.
+    """Record, or verify from the middle of the second epoch on,
+    the training on a loader that is made for it.
 
-    ``own`` is the state of its generator that a resumed run begins the epoch with, ``skip`` the batches that it skips.
+    ``own`` is the state of its generator that a resumed run begins the epoch with, ``skip`` the
+    batches that it skips.
     """
     loop, begin = Loop(), PER_EPOCH + 2
     loop.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(loop.optimizer, 20)
@@ -168,9 +222,15 @@ def trained_on(loader: Any, folder: Path, tmp_path: Path | None = None, **option
         if options.get("scheduler", True):
             loop.scheduler.load_state_dict(saved["scheduler"])
         loader.generator.set_state(options.get("own", saved["own"]))
-    arguments: dict[str, Any] = {"current": tmp_path / "current"} if is_resumed else {"mode": "record"}
+    arguments: dict[str, Any] = (
+        {"current": tmp_path / "current"} if is_resumed else {"mode": "record"}
+    )
     run = TrainingRun(
-        folder, level="state" if not is_resumed else None, model=loop.model, optimizers=loop.optimizer, **arguments
+        folder,
+        level="state" if not is_resumed else None,
+        model=loop.model,
+        optimizers=loop.optimizer,
+        **arguments,
     )
     step, kept = begin if is_resumed else 0, {}
     try:
@@ -180,7 +240,9 @@ def trained_on(loader: Any, folder: Path, tmp_path: Path | None = None, **option
                 used = loader
                 if epoch == 1 and "wrapped" in options:
                     sampler = Skips(loader.batch_sampler, options["wrapped"])
-                    used = DataLoader(loader.dataset, batch_sampler=sampler, generator=loader.generator)
+                    used = DataLoader(
+                        loader.dataset, batch_sampler=sampler, generator=loader.generator
+                    )
                 for number, (batch,) in enumerate(run.batches(used)):
                     if is_resumed and epoch == 1 and number < options.get("skip", 2):
                         continue
@@ -219,7 +281,9 @@ class Noisy(TensorDataset):
 
 
 def shuffled(data: Any = TensorDataset, *, is_shuffled: bool = True) -> DataLoader[Any]:
-    return DataLoader(data(DATA), 8, shuffle=is_shuffled, generator=torch.Generator().manual_seed(4))
+    return DataLoader(
+        data(DATA), 8, shuffle=is_shuffled, generator=torch.Generator().manual_seed(4)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -234,12 +298,28 @@ OF_EPOCH_0 = torch.Generator().manual_seed(4).get_state()
 @pytest.mark.parametrize(
     ("options", "step", "text"),
     [
-        ({"skip": 0}, 6, "the first of the epoch, so the loader started again: skip the 2 trained batches"),
+        (
+            {"skip": 0},
+            6,
+            "the first of the epoch, so the loader started again: skip the 2 trained batches",
+        ),
         ({"skip": 1}, 7, "so the last trained batch was loaded again: skip 2 batches of the epoch"),
-        ({"skip": 0, "wrapped": 1}, 7, "so the last trained batch was loaded again: skip 2 batches of the epoch"),
+        (
+            {"skip": 0, "wrapped": 1},
+            7,
+            "so the last trained batch was loaded again: skip 2 batches of the epoch",
+        ),
         ({"skip": 4}, 10, "so 2 batches too many were skipped: skip 2 of the epoch"),
-        ({"own": OF_EPOCH_0}, 2, "at this place in epoch 0, so the order was not restored. What shuffles"),
-        ({"own": OF_EPOCH_0, "skip": 0}, 0, "the first of epoch 0. Skip the 2 trained batches of the epoch. What"),
+        (
+            {"own": OF_EPOCH_0},
+            2,
+            "at this place in epoch 0, so the order was not restored. What shuffles",
+        ),
+        (
+            {"own": OF_EPOCH_0, "skip": 0},
+            0,
+            "the first of epoch 0. Skip the 2 trained batches of the epoch. What",
+        ),
     ],
     ids=[
         "the loader started again",
@@ -256,12 +336,16 @@ def test_the_place_in_the_data_is_told_from_the_batch(options, step, text, of_lo
     assert (verdict.cause, verdict.resume.step) == ("data_order", PER_EPOCH + 2)
     assert (verdict.resume.restored["data"], verdict.resume.of_step) == ("differs", {"data": step})
     assert f"It holds the samples of step {step} of the reference, {text}" in verdict.explanation
-    assert bool([line for line in verdict.evidence if "generator" in line and "differs" in line]) is ("own" in options)
+    assert bool(
+        [line for line in verdict.evidence if "generator" in line and "differs" in line]
+    ) is ("own" in options)
 
 
 def test_a_batch_of_every_epoch_is_that_of_the_same_epoch(tmp_path):
     saved = trained_on(shuffled(is_shuffled=False), tmp_path / "reference")
-    verdict = trained_on(shuffled(is_shuffled=False), tmp_path / "reference", tmp_path, saved=saved, skip=0)
+    verdict = trained_on(
+        shuffled(is_shuffled=False), tmp_path / "reference", tmp_path, saved=saved, skip=0
+    )
     assert verdict.resume.of_step == {"data": PER_EPOCH}
     assert "the first of the epoch, so the loader started again" in verdict.explanation
 
@@ -271,12 +355,17 @@ def test_samples_that_were_made_before_the_generators_were_restored_have_other_c
     resume = trained_on(shuffled(Noisy), tmp_path / "reference", tmp_path, saved=saved).resume
     assert resume.of_step["data"] == resume.step == PER_EPOCH + 2
     rows = {name: (state, todo) for name, state, todo in resume_table(resume).rows}
-    assert rows["data"] == ("other content", "what the data set draws from, before the batch is loaded")
+    assert rows["data"] == (
+        "other content",
+        "what the data set draws from, before the batch is loaded",
+    )
 
 
 def test_another_shuffle_is_told_apart_from_another_place(of_loader, tmp_path):
     folder, saved = of_loader
-    verdict = trained_on(shuffled(), folder, tmp_path, saved=saved, own=torch.Generator().manual_seed(9).get_state())
+    verdict = trained_on(
+        shuffled(), folder, tmp_path, saved=saved, own=torch.Generator().manual_seed(9).get_state()
+    )
     assert (verdict.cause, verdict.resume.of_step) == ("data_order", {})
     assert "restore the position in the data. What shuffles the data" in verdict.explanation
 
@@ -290,7 +379,10 @@ def test_a_scheduler_that_counts_from_0_after_the_resume_is_told(of_loader, tmp_
     folder, saved = of_loader
     verdict = trained_on(shuffled(), folder, tmp_path, saved=saved, scheduler=False)
     assert (verdict.cause, verdict.first_divergence.step) == ("optimizer", PER_EPOCH + 3)
-    assert "The run resumed at step 8: a scheduler whose state is not loaded counts from 0" in verdict.explanation
+    assert (
+        "The run resumed at step 8: a scheduler whose state is not loaded counts from 0"
+        in verdict.explanation
+    )
 
 
 def test_a_table_says_what_differs_how_it_differs_and_what_restores_it():
@@ -323,8 +415,13 @@ def test_a_table_says_what_differs_how_it_differs_and_what_restores_it():
         "the gradient scaler": "restored",
     }
     assert [*states][-2:] == ["parameters", "the gradient scaler"]
-    assert rows["optimizer"][1] == "the reference's order of the parameters that the optimizer is given"
-    assert rows["lr of group 0"][1] == "accelerator.load_state, after accelerator.prepare(scheduler)"
+    assert (
+        rows["optimizer"][1]
+        == "the reference's order of the parameters that the optimizer is given"
+    )
+    assert (
+        rows["lr of group 0"][1] == "accelerator.load_state, after accelerator.prepare(scheduler)"
+    )
 
 
 def test_states_of_an_optimizer_in_another_order_are_those_of_other_parameters(recorded, tmp_path):
@@ -341,8 +438,12 @@ def test_states_of_an_optimizer_in_another_order_are_those_of_other_parameters(r
     assert (verdict.cause, verdict.resume.restored["optimizer"]) == ("checkpoint", expected)
 
 
-@pytest.mark.parametrize(("seed", "of_step", "state"), [(0, {"torch.cpu": 0}, "differs"), (7, {}, "reseeded")])
-def test_a_generator_is_told_to_be_seeded_again_or_that_of_an_earlier_step(seed, of_step, state, recorded, tmp_path):
+@pytest.mark.parametrize(
+    ("seed", "of_step", "state"), [(0, {"torch.cpu": 0}, "differs"), (7, {}, "reseeded")]
+)
+def test_a_generator_is_told_to_be_seeded_again_or_that_of_an_earlier_step(
+    seed, of_step, state, recorded, tmp_path
+):
     folder, saved = recorded
     loop = Loop(seed=9)
     loop.model.load_state_dict(saved["model"])
@@ -356,18 +457,27 @@ def test_a_resume_from_the_last_step_trains_steps_that_the_reference_lacks(recor
     folder, _ = recorded
     loop = Loop()
     loop.train(TrainingRun(None, mode="disabled", model=loop.model, optimizers=loop.optimizer))
-    run = TrainingRun(folder, current=tmp_path / "current", model=loop.model, optimizers=loop.optimizer)
+    run = TrainingRun(
+        folder, current=tmp_path / "current", model=loop.model, optimizers=loop.optimizer
+    )
     with pytest.raises(DivergenceError) as raised:
         loop.train(run, STEPS - 1)
     verdict = raised.value.verdict
-    assert (verdict.cause, verdict.first_divergence.kind, verdict.resume.step) == ("structure", "extra", STEPS)
+    assert (verdict.cause, verdict.first_divergence.kind, verdict.resume.step) == (
+        "structure",
+        "extra",
+        STEPS,
+    )
 
 
 class Lit(pl.LightningModule):
     def __init__(self, saved: Mapping[str, Any] | None = None) -> None:
         super().__init__()
         torch.manual_seed(0 if saved is None else 9)
-        self.saved, self.net = saved, nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 3))
+        self.saved, self.net = (
+            saved,
+            nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 3)),
+        )
         if saved is not None:
             self.load_state_dict(saved["model"])
 
@@ -382,7 +492,10 @@ class Lit(pl.LightningModule):
         for name, part in {"optimizer": optimizer, "scheduler": scheduler}.items():
             if self.saved is not None and name in self.saved:
                 part.load_state_dict(_copied(self.saved[name]))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 class Keeps(pl.Callback):
@@ -413,8 +526,15 @@ class Keeps(pl.Callback):
 )
 def test_lightning_with_weights_loaded_by_hand_is_found(left_out, restored, tmp_path):
     def fit(callback: DeterminismCallback, module: Lit, epochs: int, keeps: Keeps) -> Verdict:
-        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
-        trainer = pl.Trainer(max_epochs=epochs, callbacks=[keeps, callback], enable_model_summary=False, **quiet)
+        quiet = {
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "accelerator": "cpu",
+        }
+        trainer = pl.Trainer(
+            max_epochs=epochs, callbacks=[keeps, callback], enable_model_summary=False, **quiet
+        )
         data = DataLoader(TensorDataset(DATA), 8)
         try:
             trainer.fit(module, data)
@@ -425,13 +545,19 @@ def test_lightning_with_weights_loaded_by_hand_is_found(left_out, restored, tmp_
     keeps = Keeps()
     fit(DeterminismCallback(tmp_path / "run", mode="record", level="state"), Lit(), 3, keeps)
     saved = {name: state for name, state in keeps.saved.items() if name != left_out}
-    verdict = fit(DeterminismCallback(tmp_path / "run", current=tmp_path / "current"), Lit(saved), 2, Keeps(saved))
+    verdict = fit(
+        DeterminismCallback(tmp_path / "run", current=tmp_path / "current"),
+        Lit(saved),
+        2,
+        Keeps(saved),
+    )
     resume = verdict.resume
     assert (resume.step, resume.how, resume.framework) == (STEPS, "found", "lightning")
     for part, states in restored.items():
         assert {name: resume.restored[part][name] for name in states} == states
     assert verdict.verdict == ("diverged" if left_out else "match")
-    assert verdict.coverage.metrics == (0 if left_out else 1)  # not the epoch in which it may have resumed
+    # not the epoch in which it may have resumed
+    assert verdict.coverage.metrics == (0 if left_out else 1)
 
 
 def test_another_start_is_no_resume(recorded, tmp_path):
@@ -445,7 +571,11 @@ def test_the_same_start_is_no_resume_although_nothing_learns(tmp_path):
     folder = tmp_path / "reference"
     loop = Loop(lr=0.0)
     loop.model[1].eval()
-    loop.train(TrainingRun(folder, mode="record", level="state", model=loop.model, optimizers=loop.optimizer))
+    loop.train(
+        TrainingRun(
+            folder, mode="record", level="state", model=loop.model, optimizers=loop.optimizer
+        )
+    )
     loop = Loop(lr=0.0)
     loop.model[1].eval()
     verdict = verified(loop, folder, tmp_path)
@@ -463,7 +593,9 @@ def test_where_steps_left_the_same_state_their_batches_tell_or_it_is_refused(tmp
     before = {key: value.clone() for key, value in loop.model.state_dict().items()}
     with torch.no_grad():
         loop.model[0].weight.add_(1)
-    run = TrainingRun(folder, mode="record", level="state", model=loop.model, optimizers=loop.optimizer)
+    run = TrainingRun(
+        folder, mode="record", level="state", model=loop.model, optimizers=loop.optimizer
+    )
     with run:
         for step in range(STEPS):
             batch = DATA[ORDER[8 * step : 8 * step + 8]]
@@ -476,6 +608,12 @@ def test_where_steps_left_the_same_state_their_batches_tell_or_it_is_refused(tmp
     loop = still(seed=0)
     verdict = verified(loop, folder, tmp_path, begin=2)
     assert verdict.resume.step == 2
-    run = TrainingRun(folder, current=tmp_path / "other", model=loop.model, optimizers=loop.optimizer)
-    with pytest.raises(SelectionError, match=r"steps 0, 1, 2, 3 and 2 more of .* left"), run, run.step():
+    run = TrainingRun(
+        folder, current=tmp_path / "other", model=loop.model, optimizers=loop.optimizer
+    )
+    with (
+        pytest.raises(SelectionError, match=r"steps 0, 1, 2, 3 and 2 more of .* left"),
+        run,
+        run.step(),
+    ):
         pass

@@ -1,4 +1,6 @@
-"""State beside model and optimizers: compared as each step begins, and named where a resume loses it."""
+"""State beside model and optimizers: compared as each step begins,
+and named where a resume loses it.
+"""
 
 import copy
 from collections.abc import Iterator
@@ -22,7 +24,9 @@ from det_callbacks.verdict import Verdict
 pytestmark = [
     LIGHTNING_ADVICE,
     # Lightning's, of the callback that saves
-    pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning", "ignore:Checkpoint directory:UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:The dirpath has changed:UserWarning", "ignore:Checkpoint directory:UserWarning"
+    ),
 ]
 
 SAVED = 3  # steps before the checkpoint
@@ -44,7 +48,9 @@ class Small(pl.LightningModule):
 
 
 class Ema(pl.Callback):
-    """An average of its own making; ``loses`` it like a callback whose ``load_state_dict`` was forgotten."""
+    """An average of its own making; ``loses`` it like a callback whose
+    ``load_state_dict`` was forgotten.
+    """
 
     def __init__(self, *, loses: bool = False, draws_at: int | None = None, size: int = 2) -> None:
         self.weights, self.loses, self.draws_at = torch.zeros(size, 4), loses, draws_at
@@ -63,7 +69,9 @@ class Ema(pl.Callback):
 
 
 def scaled() -> MixedPrecision:
-    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2))
+    return MixedPrecision(
+        "16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    )
 
 
 def fit(
@@ -84,7 +92,10 @@ def fit(
         reference, mode=mode, level=level, current=current, resume=resume, on_divergence="collect"
     )
     saves = ModelCheckpoint(
-        folder / ("saved" if mode == "record" else "again"), every_n_train_steps=SAVED, save_top_k=-1, filename="{step}"
+        folder / ("saved" if mode == "record" else "again"),
+        every_n_train_steps=SAVED,
+        save_top_k=-1,
+        filename="{step}",
     )
     kept = {"enable_checkpointing": True, "max_steps": 6, "max_epochs": None, **options}
     trainer = quiet_trainer(ours, *callbacks, saves, default_root_dir=folder, **kept)
@@ -101,9 +112,12 @@ def verdict_of(folder: Path, *callbacks: pl.Callback, **options: Any) -> Verdict
 
 @pytest.mark.parametrize("level", ["op", "state"])
 def test_a_resume_that_restores_it_all_matches(level, tmp_path):
-    more = [given.WeightAveraging] if hasattr(given, "WeightAveraging") else []  # since Lightning 2.6
+    # since Lightning 2.6
+    more = [given.WeightAveraging] if hasattr(given, "WeightAveraging") else []
     fit("record", tmp_path, Ema(), *(make() for make in more), level=level, plugins=scaled())
-    resumed = fit("verify", tmp_path, Ema(), *(make() for make in more), resumes=True, plugins=scaled())
+    resumed = fit(
+        "verify", tmp_path, Ema(), *(make() for make in more), resumes=True, plugins=scaled()
+    )
     assert resumed.verdict.verdict == "match"
     names = recorded(tmp_path, SAVED + 1)
     expected = ["StepLR: last_epoch", "Ema: ['weights']"]
@@ -116,12 +130,18 @@ def recorded(folder: Path, step: int) -> set[str | None]:
     return {site.name for site in Run.open(folder / "reference").view(0, 0, step).program.sites}
 
 
-@pytest.mark.filterwarnings("ignore:.*SWA.*:UserWarning")  # Lightning's, of the scheduler of this training
+# Lightning's, of the scheduler of this training
+@pytest.mark.filterwarnings("ignore:.*SWA.*:UserWarning")
 def test_stochastic_averages_count_from_the_epoch_on_in_which_they_are_used(tmp_path):
     average = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=2, annealing_epochs=1)
     fit("record", tmp_path, average, level="state", max_steps=-1, max_epochs=2)
     name = "state of StochasticWeightAveraging: average_model.net.weight"
-    assert [name in recorded(tmp_path, step) for step in (0, 5, 6, 11)] == [False, False, True, True]
+    assert [name in recorded(tmp_path, step) for step in (0, 5, 6, 11)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("level", ["op", "state"])
@@ -133,13 +153,16 @@ def test_an_average_that_a_resume_loses_is_named(level, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("dropped", "name"), [("MixedPrecision", "the gradient scaler: scale"), ("lr_schedulers", "StepLR: last_epoch")]
+    ("dropped", "name"),
+    [("MixedPrecision", "the gradient scaler: scale"), ("lr_schedulers", "StepLR: last_epoch")],
 )
 def test_a_scaler_or_a_scheduler_that_a_resume_loses_is_named(dropped, name, tmp_path):
     fit("record", tmp_path, plugins=scaled(), level="state")
 
     class Forgets(pl.Callback):
-        def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        def on_load_checkpoint(
+            self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]
+        ) -> None:
             if dropped == "lr_schedulers":
                 checkpoint[dropped] = [{**one, "last_epoch": 0} for one in checkpoint[dropped]]
             else:
@@ -152,7 +175,9 @@ def test_a_scaler_or_a_scheduler_that_a_resume_loses_is_named(dropped, name, tmp
 
 
 class Place:
-    """A loader that goes on where it was: Lightning saves its state; ``loses`` it like one that is not restored."""
+    """A loader that goes on where it was: Lightning saves its state;
+    ``loses`` it like one that is not restored.
+    """
 
     def __init__(self, *, loses: bool = False) -> None:
         self.begins_at, self.drawn, self.loses = 0, 0, loses
@@ -184,14 +209,19 @@ def test_the_state_of_a_loader_lies_in_the_digests_of_a_checkpoint_and_shows_as_
 
     verdict = verdict_of(tmp_path, loader=Place(loses=True), resumes=True, resume="plain")
     assert (verdict.cause, verdict.first_divergence.name) == ("data_order", "batch[0]")
-    assert verdict.explanation.startswith(f"Step {SAVED}, the first after resuming: the batch differs (batch[0])")
+    assert verdict.explanation.startswith(
+        f"Step {SAVED}, the first after resuming: the batch differs (batch[0])"
+    )
 
 
 def test_a_callback_whose_state_changes_between_steps_is_named(tmp_path):
     fit("record", tmp_path, Ema(), level="state")
     verdict = verdict_of(tmp_path, Ema(draws_at=4))
     assert (verdict.cause, verdict.first_divergence.step) == ("external_write", 4)
-    assert "changed state of Ema: ['weights'] between the end of step 3 and step 4" in verdict.explanation
+    assert (
+        "changed state of Ema: ['weights'] between the end of step 3 and step 4"
+        in verdict.explanation
+    )
     assert "; Ema.on_train_batch_end" in verdict.explanation
 
 
@@ -201,7 +231,9 @@ def test_a_large_state_is_left_to_the_checkpoint_and_reported(tmp_path, capsys):
 
 
 def test_a_scaler_that_a_loop_restores_matches_at_level_op(tmp_path):
-    """It makes its tensors when it is first used in a process, so in the first step after a resume."""
+    """It makes its tensors when it is first used in a process,
+    so in the first step after a resume.
+    """
     saved: dict[str, Any] = {}
 
     def fit(*, begins_at: int, **options: Any) -> TrainingRun:
@@ -217,7 +249,9 @@ def test_a_scaler_that_a_loop_restores_matches_at_level_op(tmp_path):
         with run.resume_from(begins_at) if begins_at else run:
             for number in range(begins_at, 4):
                 if number == 2 and not begins_at:
-                    saved.update(model=copy.deepcopy(model.state_dict()), scaler=scaler.state_dict())
+                    saved.update(
+                        model=copy.deepcopy(model.state_dict()), scaler=scaler.state_dict()
+                    )
                 with run.step(batches[number]):
                     optimizer.zero_grad()
                     scaler.scale(model(batches[number]).square().mean()).backward()

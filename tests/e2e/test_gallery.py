@@ -1,4 +1,6 @@
-"""Bugs that others had: with the bug the culprit is named, with the fix the verdict is a match without findings."""
+"""Bugs that others had: with the bug the culprit is named, with the fix the verdict is
+a match without findings.
+"""
 
 import re
 
@@ -15,12 +17,17 @@ NAMES = sorted(entries())
 @pytest.mark.parametrize("name", NAMES)
 def test_both_arms_say_what_the_readme_promises(name, tmp_path):
     readme = GALLERY / name / "README.md"
-    ended = [(command, status) for command, status in run_page(readme, tmp_path) if not command.startswith("echo")]
+    ended = [
+        (command, status)
+        for command, status in run_page(readme, tmp_path)
+        if not command.startswith("echo")
+    ]
     last_command, last_status = ended[-1]
     assert any(status for _, status in ended), "no arm with the bug"
     assert last_status == 0
     assert " verify" in last_command or " resume" in last_command or "findings" in last_command
-    for run in (tmp_path / "refs").iterdir():  # by now that of the fix, where it is another training
+    # by now that of the fix, where it is another training
+    for run in (tmp_path / "refs").iterdir():
         assert main(["findings", str(run)]) == 0
 
 

@@ -1,6 +1,8 @@
-"""A training on a GPU: level op waits for nothing inside a step and takes little memory; a run repeats.
+"""A training on a GPU: level op waits for nothing inside a step and takes
+little memory; a run repeats.
 
-Also a program, which records or verifies a fit under the default settings: MODE PATH STRATEGY [FAULT_AT].
+Also a program, which records or verifies a fit under the default settings:
+MODE PATH STRATEGY [FAULT_AT].
 """
 
 import gc
@@ -42,7 +44,10 @@ MIB = 1024 * 1024
 STRATEGIES: dict[str, tuple[Callable[[], Any], str]] = {
     "auto": (lambda: "auto", "bf16-mixed"),
     "ddp": (DDPStrategy, "bf16-mixed"),
-    "fsdp2": (lambda: ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1), "32-true"),
+    "fsdp2": (
+        lambda: ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1),
+        "32-true",
+    ),
 }
 """Name -> strategy and precision; of one process, so that on one GPU NCCL is what runs."""
 
@@ -53,9 +58,13 @@ class ImageModel(LightningModule):
     def __init__(self, width: int = 64, *, fault_at: int | None = None) -> None:
         super().__init__()
         self.fault_at = fault_at
-        self.patches = nn.Sequential(nn.Conv2d(3, width, 4, 4), nn.BatchNorm2d(width), nn.ReLU(inplace=True))
+        self.patches = nn.Sequential(
+            nn.Conv2d(3, width, 4, 4), nn.BatchNorm2d(width), nn.ReLU(inplace=True)
+        )
         options = {"dropout": 0.0, "activation": "gelu", "batch_first": True}
-        self.blocks = nn.Sequential(*(nn.TransformerEncoderLayer(width, 4, width, **options) for _ in range(2)))
+        self.blocks = nn.Sequential(
+            *(nn.TransformerEncoderLayer(width, 4, width, **options) for _ in range(2))
+        )
         self.head = nn.Linear(width, 10)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -76,12 +85,16 @@ class ImageModel(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def fit(model: LightningModule, *callbacks: Callback, batch_size: int = 16, strategy: str = "auto") -> pl.Trainer:
+def fit(
+    model: LightningModule, *callbacks: Callback, batch_size: int = 16, strategy: str = "auto"
+) -> pl.Trainer:
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(4 * batch_size, 3, 32, 32, generator=generator)
     classes = torch.randint(10, (4 * batch_size,), generator=generator)
     made, precision = STRATEGIES[strategy]
-    trainer = quiet_trainer(*callbacks, accelerator="gpu", devices=1, precision=precision, strategy=made())
+    trainer = quiet_trainer(
+        *callbacks, accelerator="gpu", devices=1, precision=precision, strategy=made()
+    )
     trainer.fit(model, DataLoader(TensorDataset(images, classes), batch_size=batch_size))
     return trainer
 
@@ -111,31 +124,47 @@ def peak_of_fit(*callbacks: Callback, width: int, batch_size: int) -> int:
 
 
 def run(folder: Path, *arguments: object, status: int = 0) -> str:
-    variables = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
+    variables = {
+        name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"
+    }
     path = os.pathsep.join(str(folder) for folder in Path(__file__).parents[1:3])
     words, variables["PYTHONPATH"] = [sys.executable, __file__, *map(str, arguments)], path
-    done = subprocess.run(words, cwd=folder, env=variables, timeout=280, capture_output=True, text=True)
+    done = subprocess.run(
+        words, cwd=folder, env=variables, timeout=280, capture_output=True, text=True
+    )
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout
 
 
 def test_nothing_waits_for_the_device_inside_a_step_unnoticed(tmp_path):
     fit_without_waits(ImageModel())
-    fit_without_waits(ImageModel(), DeterminismCallback(tmp_path / "run", mode="record", level="op"))
+    fit_without_waits(
+        ImageModel(), DeterminismCallback(tmp_path / "run", mode="record", level="op")
+    )
     with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
-        fit_without_waits(ImageModel(), LambdaCallback(on_before_backward=lambda trainer, module, loss: loss.item()))
+        fit_without_waits(
+            ImageModel(),
+            LambdaCallback(on_before_backward=lambda trainer, module, loss: loss.item()),
+        )
 
 
 def test_recording_takes_little_of_the_devices_memory(tmp_path):
-    sizes = {"width": 256, "batch_size": 512}  # 16 MiB for each activation in bfloat16, hundreds of MiB in all
+    # 16 MiB for each activation in bfloat16, hundreds of MiB in all
+    sizes = {"width": 256, "batch_size": 512}
     peak_of_fit(**sizes)  # workspaces that the libraries keep
     plain = peak_of_fit(**sizes)
-    recorded = peak_of_fit(DeterminismCallback(tmp_path / "run", mode="record", level="op"), **sizes)
+    recorded = peak_of_fit(
+        DeterminismCallback(tmp_path / "run", mode="record", level="op"), **sizes
+    )
     assert plain > 256 * MIB, "a training of which a copy would be noticed"
-    assert recorded - plain <= 128 * MIB, f"{(recorded - plain) / MIB:.0f} MiB more than {plain / MIB:.0f} MiB"
+    assert recorded - plain <= 128 * MIB, (
+        f"{(recorded - plain) / MIB:.0f} MiB more than {plain / MIB:.0f} MiB"
+    )
 
 
-@pytest.mark.parametrize(("strategy", "namespace"), [("auto", "aten"), ("ddp", "c10d"), ("fsdp2", "fsdp")])
+@pytest.mark.parametrize(
+    ("strategy", "namespace"), [("auto", "aten"), ("ddp", "c10d"), ("fsdp2", "fsdp")]
+)
 def test_a_recording_under_the_default_settings_matches(tmp_path, strategy, namespace):
     """With DDP and FSDP2 also collectives and gathered weights on streams of their own."""
     for mode, said in (("record", "record"), ("verify", "match")):
@@ -154,7 +183,9 @@ ATTENTION = "aten._scaled_dot_product_efficient_attention_backward.default"
 
 
 class Scattered(LightningModule):
-    """Long sequences and few heads, so that the attention's backward pass splits the keys; and colliding indices."""
+    """Long sequences and few heads, so that the attention's backward pass splits the keys;
+    and colliding indices.
+    """
 
     configure_optimizers = ImageModel.configure_optimizers
 
@@ -168,23 +199,30 @@ class Scattered(LightningModule):
         query, key, value = (part.unsqueeze(1) for part in self.qkv(inputs).chunk(3, dim=2))
         with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
             attended = scaled_dot_product_attention(query, key, value).flatten(0, 2)
-        pooled = torch.zeros(8, WIDTH, device=inputs.device).index_add_(0, places.flatten(), attended)
+        pooled = torch.zeros(8, WIDTH, device=inputs.device).index_add_(
+            0, places.flatten(), attended
+        )
         return self.head(pooled).square().mean()
 
 
 def fit_scattered(*callbacks: Callback) -> Scattered:
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(
-        torch.randn(8, LENGTH, WIDTH, generator=generator), torch.randint(8, (8, LENGTH), generator=generator)
+        torch.randn(8, LENGTH, WIDTH, generator=generator),
+        torch.randint(8, (8, LENGTH), generator=generator),
     )
     torch.manual_seed(0)
     model = Scattered()
-    quiet_trainer(*callbacks, accelerator="gpu", devices=1).fit(model, DataLoader(data, batch_size=2))
+    quiet_trainer(*callbacks, accelerator="gpu", devices=1).fit(
+        model, DataLoader(data, batch_size=2)
+    )
     return model
 
 
 def test_what_the_audit_names_is_replayed_without_a_wait(tmp_path):
-    audit = DeterminismCallback(None, current=tmp_path / "audit", mode="audit", on_divergence="warn")
+    audit = DeterminismCallback(
+        None, current=tmp_path / "audit", mode="audit", on_divergence="warn"
+    )
     with pytest.warns(DivergenceWarning):
         fit_scattered(audit)
     replay = tmp_path / "audit" / "replay.yaml"
@@ -212,7 +250,11 @@ def main(mode: str, path: str, strategy: str, fault_at: str | None = None) -> in
     enforce_determinism(settings)
     callback = DeterminismCallback(path, mode=mode, settings=settings)
     try:
-        fit(ImageModel(fault_at=None if fault_at is None else int(fault_at)), callback, strategy=strategy)
+        fit(
+            ImageModel(fault_at=None if fault_at is None else int(fault_at)),
+            callback,
+            strategy=strategy,
+        )
     except DivergenceError as error:
         print(error)
         return error.exit_code

@@ -1,4 +1,6 @@
-"""The HTML report: what it says is what the runs hold, it runs and loads nothing, and a browser opens it."""
+"""The HTML report: what it says is what the runs hold, it runs and loads nothing,
+and a browser opens it.
+"""
 
 import json
 import random
@@ -41,7 +43,9 @@ def verify(runs: Path, current: Path, fault: Any, **options: Any) -> None:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: Any) -> Path:
-    """A reference, a verification that stopped at one wrong op, and one that went on after it had spread."""
+    """A reference, a verification that stopped at one wrong op,
+    and one that went on after it had spread.
+    """
     folder = tmp_path_factory.mktemp("runs")
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(0)
@@ -53,7 +57,11 @@ def runs(tmp_path_factory: Any) -> Path:
 
 def written(folder: Path, current: str = "current") -> Page:
     paths = folder / "reference", folder / current
-    return Page(write_report(folder / "report.html", compare_runs(*paths), reference=paths[0], current=paths[1]))
+    return Page(
+        write_report(
+            folder / "report.html", compare_runs(*paths), reference=paths[0], current=paths[1]
+        )
+    )
 
 
 def test_it_says_what_the_verdict_says_in_the_same_words(runs, tmp_path):
@@ -65,22 +73,31 @@ def test_it_says_what_the_verdict_says_in_the_same_words(runs, tmp_path):
     assert page.text.strip().startswith(f"{word.capitalize()}: ")
     assert [part for part in text if part not in page.text] == []
     assert page.maps[0].outcomes == "1 agree, 1 differ, 2 not compared"
-    assert page.maps[0].letters() == "mo..", "equal though not kept, the one that differs, and those that never ran"
+    assert page.maps[0].letters() == "mo..", (
+        "equal though not kept, the one that differs, and those that never ran"
+    )
 
 
 def test_the_heat_map_has_a_state_for_each_module_and_step(runs, tmp_path):
-    verdict, page = compare_runs(runs / "reference", runs / "spread"), Page(runs / "spread" / "report.html")
+    verdict, page = (
+        compare_runs(runs / "reference", runs / "spread"),
+        Page(runs / "spread" / "report.html"),
+    )
     (heat_map,) = page.maps
     assert heat_map.state(1, verdict.first_divergence.module) == "o"
     assert heat_map.state(1, "head") == "m", "the backward pass of the head came before"
     assert heat_map.state(2, "head") == "c"
-    assert heat_map.letters() == "mocc", "what differs later was carried on, though it enters the step as an input"
+    assert heat_map.letters() == "mocc", (
+        "what differs later was carried on, though it enters the step as an input"
+    )
     counts = re.findall(r"step \d: ([\d,]+) of [\d,]+ sites differ", page.text)
     assert sum(int(count.replace(",", "")) for count in counts) == verdict.counts.sites_differing
     shutil.copytree(runs / "spread", tmp_path / "spread", ignore=shutil.ignore_patterns("sources"))
     shutil.copytree(runs / "reference", tmp_path / "reference")
     again = written(tmp_path, "spread")
-    assert (again.maps, "    return " in again.text) == (page.maps, False), "no text where the run has none"
+    assert (again.maps, "    return " in again.text) == (page.maps, False), (
+        "no text where the run has none"
+    )
 
 
 def steps(num_steps: int, spreads_from: int = 999, **shape: Any) -> dict[int, StepBuilder]:
@@ -99,8 +116,15 @@ def chain(
 ) -> StepBuilder:
     step, reads = StepBuilder(), list[int]()
     for place in range(num_sites):
-        module, noise = f"{prefix}{place * num_modules // num_sites}.proj", is_spread and 2 * place == num_sites
-        reads = [step.op("aten.mm.default", *reads, module=module, source=(f"{file}:{place}",), noise=noise)]
+        module, noise = (
+            f"{prefix}{place * num_modules // num_sites}.proj",
+            is_spread and 2 * place == num_sites,
+        )
+        reads = [
+            step.op(
+                "aten.mm.default", *reads, module=module, source=(f"{file}:{place}",), noise=noise
+            )
+        ]
     return step
 
 
@@ -133,7 +157,11 @@ def test_a_large_report_is_bounded_and_says_what_it_leaves_out(tmp_path):
     assert page.maps[0].labels == [*(f"block{one}.*" for one in range(59)), "(other modules)"]
     assert 250 < sum(tag == "tr" for tag, _ in page.tags) < 500
     assert page.text.count("step 39: 250 of 500 sites differ") == 1
-    for said in ("80,000 sites, 32,500 differing", "and 225 more differing sites", "and 120 more steps"):
+    for said in (
+        "80,000 sites, 32,500 differing",
+        "and 225 more differing sites",
+        "and 120 more steps",
+    ):
         assert said in page.text
 
 
@@ -141,10 +169,19 @@ def test_it_has_no_script_and_no_address_and_no_text_of_a_run_is_markup(tmp_path
     for name, spreads_from in (("reference", 9), ("current", 1)):
         record(tmp_path / name, steps(3, spreads_from, prefix=NASTY))
     verdict = compare_runs(tmp_path / "reference", tmp_path / "current")
-    first = replace(DIVERGED.origins[0], module=NASTY, name=NASTY, phase=NASTY, dtype=NASTY, source=(NASTY,))
+    first = replace(
+        DIVERGED.origins[0], module=NASTY, name=NASTY, phase=NASTY, dtype=NASTY, source=(NASTY,)
+    )
     replayed = {NASTY: {"count": 3, "differing": 2, "mib_per_step": 0.5}}
-    coverage = replace(verdict.coverage, opaque_regions=(NASTY,), ops_skipped={NASTY: 9}, replayed=replayed)
-    texts = {"reference": NASTY, "explanation": NASTY, "evidence": (NASTY,), "environment": (differing(NASTY),)}
+    coverage = replace(
+        verdict.coverage, opaque_regions=(NASTY,), ops_skipped={NASTY: 9}, replayed=replayed
+    )
+    texts = {
+        "reference": NASTY,
+        "explanation": NASTY,
+        "evidence": (NASTY,),
+        "environment": (differing(NASTY),),
+    }
     verdict = replace(verdict, first_divergence=first, origins=(first,), coverage=coverage, **texts)
     paths = {name: tmp_path / name for name in ("reference", "current")}
     page = Page(write_report(tmp_path / "report.html", verdict, **paths))
@@ -163,19 +200,30 @@ def test_it_has_no_script_and_no_address_and_no_text_of_a_run_is_markup(tmp_path
     assert links <= {f"#{text}" for name, text in known if name == "id"}
     assert not re.search(r"@import|url\(", page.style)
     (policy,) = [attributes["content"] for _, attributes in page.tags if "http-equiv" in attributes]
-    assert policy == "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+    assert (
+        policy
+        == "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
 def test_a_browser_opens_it_light_and_dark_wide_and_narrow(runs, tmp_path):
     address = (runs / "spread" / "report.html").as_uri()
-    long = {"prefix": "model.encoder.transformer.layers.block", "file": "src/project/models/components/attention.py"}
+    long = {
+        "prefix": "model.encoder.transformer.layers.block",
+        "file": "src/project/models/components/attention.py",
+    }
     for name, spreads_from in (("reference", 9), ("current", 1)):
         record(tmp_path / name, steps(2, spreads_from, **long))
     written(tmp_path)
     with sync_playwright() as playwright:
-        options = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+        options = [
+            "--no-sandbox",
+            "--disable-gpu",
+            "--no-first-run",
+            "--disable-background-networking",
+        ]
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=options)
         colours, paper = set(), set()
         for scheme, width in (("light", 1400), ("dark", 400)):
@@ -186,7 +234,9 @@ def test_a_browser_opens_it_light_and_dark_wide_and_narrow(runs, tmp_path):
             page.goto(address)
             assert said == [address], "it complains of nothing and loads nothing"
             assert page.evaluate("document.documentElement.scrollWidth") <= width
-            style = page.evaluate("(one => [one.color, one.backgroundColor])(getComputedStyle(document.body))")
+            style = page.evaluate(
+                "(one => [one.color, one.backgroundColor])(getComputedStyle(document.body))"
+            )
             colours |= {*style}
             listed = page.locator("#s0-0-3")
             assert not listed.is_visible()
@@ -215,7 +265,9 @@ def test_diff_writes_it_beside_the_verdict_which_comes_first(runs, tmp_path, cap
     file = tmp_path / "r.html"
 
     def diff(current: str, *options: str) -> tuple[int, str, str]:
-        return cli.main(["diff", str(runs / "reference"), str(runs / current), *options]), *capsys.readouterr()
+        return cli.main(
+            ["diff", str(runs / "reference"), str(runs / current), *options]
+        ), *capsys.readouterr()
 
     file.write_text("an older one")
     assert diff("one", "--html", str(file)) == (*diff("one")[:2], f"det-callbacks: wrote {file}\n")
@@ -226,12 +278,20 @@ def test_diff_writes_it_beside_the_verdict_which_comes_first(runs, tmp_path, cap
     assert (status, out.startswith("DIVERGED\n")) == (2, True)
     assert f"{below.parent}: it is a file; pass another file for the report (--html" in err
     below = tmp_path / "a b" / "c" / "r.html"
-    assert diff("one", "--html", str(below)) == (*diff("one")[:2], f"det-callbacks: wrote {below}\n")
+    assert diff("one", "--html", str(below)) == (
+        *diff("one")[:2],
+        f"det-callbacks: wrote {below}\n",
+    )
     assert diff("reference", "--html", str(file))[0] == 0
-    assert ([one.letters() for one in Page(file).maps], "First divergence" in Page(file).text) == (["mmmm"], False)
+    assert ([one.letters() for one in Page(file).maps], "First divergence" in Page(file).text) == (
+        ["mmmm"],
+        False,
+    )
 
 
-def test_a_match_leaves_none_and_steps_that_were_not_kept_are_not_shown_as_equal(runs, tmp_path, monkeypatch, capsys):
+def test_a_match_leaves_none_and_steps_that_were_not_kept_are_not_shown_as_equal(
+    runs, tmp_path, monkeypatch, capsys
+):
     current = tmp_path / "current"
     monkeypatch.setattr(verification, "STORED_STEPS", 1)
     verify(runs, current, SPREADING, on_divergence="warn")
@@ -244,8 +304,11 @@ def test_a_match_leaves_none_and_steps_that_were_not_kept_are_not_shown_as_equal
     assert "report" not in capsys.readouterr().out
 
 
-def test_what_goes_wrong_with_it_hides_nothing_and_no_frame_of_ours_is_shown(runs, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(verifying, "write_report", {}.__getitem__)  # a mistake of ours: it takes no such arguments
+def test_what_goes_wrong_with_it_hides_nothing_and_no_frame_of_ours_is_shown(
+    runs, tmp_path, monkeypatch, capsys
+):
+    # a mistake of ours: it takes no such arguments
+    monkeypatch.setattr(verifying, "write_report", {}.__getitem__)
     for mode, error in (("record", RunExistsError), ("verify", DivergenceError)):
         callback = DeterminismCallback(runs / "reference", mode=mode, current=tmp_path / "current")
         with pytest.raises(error) as caught:
@@ -257,7 +320,10 @@ def test_what_goes_wrong_with_it_hides_nothing_and_no_frame_of_ours_is_shown(run
             for file in files
             if "/det_callbacks/training/" in file or "/integrations/" in file or "/loops/" in file
         ]
-    assert (caught.value.verdict is None, (tmp_path / "current" / "verdict.json").is_file()) == (False, True)
+    assert (caught.value.verdict is None, (tmp_path / "current" / "verdict.json").is_file()) == (
+        False,
+        True,
+    )
     out = capsys.readouterr().out
     assert "det_callbacks: no report was written (TypeError: " in out
     assert "det_callbacks: diverged: verified" in out

@@ -1,4 +1,6 @@
-"""Hugging Face's Trainer and its examples; needs ``pip install 'det_callbacks[hf]'`` (nox -s hf)."""
+"""Hugging Face's Trainer and its examples; needs ``pip install
+'det_callbacks[hf]'`` (nox -s hf).
+"""
 
 import doctest
 import os
@@ -19,7 +21,9 @@ from processes import run_ranks
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-pytest.importorskip("transformers", reason="transformers is not installed: pip install 'det_callbacks[hf]'")
+pytest.importorskip(
+    "transformers", reason="transformers is not installed: pip install 'det_callbacks[hf]'"
+)
 
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -65,7 +69,8 @@ def samples(number: int = 24) -> list[dict[str, Any]]:
     """Random samples that are the same at every call."""
     generator = torch.Generator().manual_seed(3)
     return [
-        {"inputs": torch.randn(FEATURES, generator=generator), "labels": number % CLASSES} for number in range(number)
+        {"inputs": torch.randn(FEATURES, generator=generator), "labels": number % CLASSES}
+        for number in range(number)
     ]
 
 
@@ -82,8 +87,19 @@ class Fit:
     ) -> None:
         for function in (random.seed, np.random.seed, torch.manual_seed):
             function(11)
-        quiet: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
-        given = {"num_train_epochs": 1, "per_device_train_batch_size": 4, "logging_steps": 4, **quiet, **arguments}
+        quiet: dict[str, Any] = {
+            "report_to": [],
+            "disable_tqdm": True,
+            "use_cpu": True,
+            "save_strategy": "no",
+        }
+        given = {
+            "num_train_epochs": 1,
+            "per_device_train_batch_size": 4,
+            "logging_steps": 4,
+            **quiet,
+            **arguments,
+        }
         args = TrainingArguments(output_dir=str(folder / "out"), **given)
         self.model = model()
         self.trainer = Trainer(
@@ -100,11 +116,15 @@ class Fit:
 
 
 def record(folder: Path, *, callback: dict[str, Any] | None = None, **arguments: Any) -> Path:
-    Fit(folder, DeterminismCallback(folder / "run", mode="record", **(callback or {})), **arguments).train()
+    Fit(
+        folder, DeterminismCallback(folder / "run", mode="record", **(callback or {})), **arguments
+    ).train()
     return folder / "run"
 
 
-def verify(folder: Path, *others: TrainerCallback, resume: str | None = None, **arguments: Any) -> Any:
+def verify(
+    folder: Path, *others: TrainerCallback, resume: str | None = None, **arguments: Any
+) -> Any:
     given = {"on_divergence": "collect", **arguments.pop("callback", {})}
     callback = DeterminismCallback(folder / "run", **given)
     with suppress(DivergenceError, NotComparableError):
@@ -123,7 +143,11 @@ class Flips(TrainerCallback):
 STYLES: dict[str, dict[str, Any]] = {
     "plain": {},
     "accumulating": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
-    "ragged": {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 4, "num_train_epochs": 2},
+    "ragged": {
+        "gradient_accumulation_steps": 4,
+        "per_device_train_batch_size": 4,
+        "num_train_epochs": 2,
+    },
     "evaluated": {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True},
     "bf16": {"bf16": True},
     "unclipped": {"max_grad_norm": 0.0},
@@ -136,7 +160,7 @@ STYLES: dict[str, dict[str, Any]] = {
 def test_a_training_matches_itself_and_changes_no_bit(tmp_path, style, level):
     bare = Fit(tmp_path / "bare", **STYLES[style]).train()
     after = GeneratorStates.capture()
-    callback = DeterminismCallback(tmp_path / "run", mode="record", level=level)  # type: ignore[arg-type]
+    callback = DeterminismCallback(tmp_path / "run", mode=("record"), level=level)  # type: ignore[arg-type]
     fit = Fit(tmp_path, callback, **STYLES[style]).train()
     assert GeneratorStates.capture() == after
     assert fit.model.losses == bare.model.losses
@@ -151,12 +175,16 @@ def test_a_training_matches_itself_and_changes_no_bit(tmp_path, style, level):
 def test_a_step_holds_batches_loss_clipping_and_update(tmp_path):
     run = Run.open(record(tmp_path, gradient_accumulation_steps=2, per_device_train_batch_size=2))
     sites = run.view(0, 0, 1).program.sites
-    of = {phase: {site.op for site in sites if site.phase == phase} for phase in {site.phase for site in sites}}
+    of = {
+        phase: {site.op for site in sites if site.phase == phase}
+        for phase in {site.phase for site in sites}
+    }
     assert "aten.addmm.default" in of["forward"]
     assert "aten.mm.default" in of["backward"]
     assert any("_foreach_norm" in op for op in of["gradient"])
     assert any("adamw" in op for op in of["optimizer"])
-    assert not any(op == "aten.isnan.default" for ops in of.values() for op in ops)  # of what the Trainer logs
+    # of what the Trainer logs
+    assert not any(op == "aten.isnan.default" for ops in of.values() for op in ops)
     names = [site.name for site in sites if site.phase == "data"]
     assert {"batch[0]['inputs']", "batch[1]['labels']"} <= set(names)
     assert [site.name for site in sites].count("loss") == 2
@@ -167,7 +195,8 @@ def test_batches_that_were_trained_on_are_let_go(tmp_path):
 
     class Watches(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            assert sum(batch() is not None for batch in known) <= 2  # the last one, and one that accelerate draws ahead
+            # the last one, and one that accelerate draws ahead
+            assert sum(batch() is not None for batch in known) <= 2
 
     def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         inputs = torch.stack([row["inputs"] for row in rows])
@@ -182,15 +211,26 @@ def test_batches_that_were_trained_on_are_let_go(tmp_path):
 
 def test_what_changed_is_named(tmp_path):
     record(tmp_path)
-    data, accumulation = samples(), {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+    data, accumulation = (
+        samples(),
+        {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
+    )
     for changed, cause, says in (
-        ({"learning_rate": 1e-3}, "settings", "args.learning_rate (5e-05 in the reference, 0.001 in"),
+        (
+            {"learning_rate": 1e-3},
+            "settings",
+            "args.learning_rate (5e-05 in the reference, 0.001 in",
+        ),
         (accumulation, "settings", "args.gradient_accumulation_steps (1 in the reference, 2 in"),
         ({"data": [*data[1:], data[0]]}, "data_order", ""),
         ({"data_seed": 5}, "data_order", "args.data_seed"),
     ):
         verdict = verify(tmp_path, **changed)
-        assert (verdict.verdict, verdict.cause, says in verdict.explanation) == ("diverged", cause, True), changed
+        assert (verdict.verdict, verdict.cause, says in verdict.explanation) == (
+            "diverged",
+            cause,
+            True,
+        ), changed
     first = verify(tmp_path, Flips()).first_divergence
     assert (first.phase, first.step, first.name) == ("input", 2, "first.weight")
 
@@ -215,7 +255,11 @@ def test_a_metric_of_an_evaluation_is_compared(tmp_path):
         fit(DeterminismCallback(tmp_path / "run"))
 
 
-SAVED: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "gradient_accumulation_steps": 2}
+SAVED: dict[str, Any] = {
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "gradient_accumulation_steps": 2,
+}
 SAVED |= {"per_device_train_batch_size": 2, "num_train_epochs": 2}
 
 
@@ -250,7 +294,7 @@ def test_a_scaler_or_a_scheduler_that_a_resume_loses_is_named(tmp_path, monkeypa
     def fit(mode: str, resume: str | None = None) -> DeterminismCallback:
         nonlocal scaler
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1)
-        callback = DeterminismCallback(tmp_path / "run", mode=mode, on_divergence="collect")  # type: ignore[arg-type]
+        callback = DeterminismCallback(tmp_path / "run", mode=mode, on_divergence=("collect"))  # type: ignore[arg-type]
         fit = Fit(tmp_path, Scaled(), callback, **SAVED)
         fit.trainer.accelerator.scaler = scaler
         with suppress(DivergenceError):
@@ -288,7 +332,12 @@ def test_checkpoints_have_digests_and_are_compared_before_they_are_loaded(tmp_pa
     record(tmp_path, **SAVED, save_total_limit=2)
     out = tmp_path / "out"
     assert sorted(path.name for path in out.glob("checkpoint-*")) == [
-        *("checkpoint-11", "checkpoint-11.digests.json", "checkpoint-12", "checkpoint-12.digests.json")
+        *(
+            "checkpoint-11",
+            "checkpoint-11.digests.json",
+            "checkpoint-12",
+            "checkpoint-12.digests.json",
+        )
     ]
     assert check_checkpoint(out / "checkpoint-12").equal
     weights = next(out.glob("checkpoint-11/model*"))
@@ -296,7 +345,9 @@ def test_checkpoints_have_digests_and_are_compared_before_they_are_loaded(tmp_pa
     content[-1] ^= 1
     weights.write_bytes(content)
     with pytest.raises(CheckpointMismatchError, match=weights.name):
-        Fit(tmp_path, DeterminismCallback(tmp_path / "run"), **SAVED).train(str(out / "checkpoint-11"))
+        Fit(tmp_path, DeterminismCallback(tmp_path / "run"), **SAVED).train(
+            str(out / "checkpoint-11")
+        )
 
 
 class Fails(TrainerCallback):
@@ -308,7 +359,9 @@ class Fails(TrainerCallback):
             raise RuntimeError("planted")
 
 
-@pytest.mark.parametrize("hook", ["on_step_begin", "on_pre_optimizer_step", "on_step_end", "on_log", "on_evaluate"])
+@pytest.mark.parametrize(
+    "hook", ["on_step_begin", "on_pre_optimizer_step", "on_step_end", "on_log", "on_evaluate"]
+)
 def test_an_error_leaves_nothing_behind(tmp_path, hook, capsys):
     callback = DeterminismCallback(tmp_path / "run", mode="record")
     fit = Fit(tmp_path, callback, Fails(hook), eval_strategy="steps", eval_steps=3)
@@ -331,8 +384,14 @@ class EndsEarly(TrainerCallback):
 
 
 def test_a_step_that_a_callback_cuts_off_is_dropped(tmp_path):
-    options = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "num_train_epochs": 2}
-    Fit(tmp_path, DeterminismCallback(tmp_path / "run", mode="record"), EndsEarly(), **options).train()
+    options = {
+        "gradient_accumulation_steps": 2,
+        "per_device_train_batch_size": 2,
+        "num_train_epochs": 2,
+    }
+    Fit(
+        tmp_path, DeterminismCallback(tmp_path / "run", mode="record"), EndsEarly(), **options
+    ).train()
     verdict = verify(tmp_path, EndsEarly(), **options)
     assert verdict.verdict == "match", verdict.explanation
 
@@ -380,7 +439,11 @@ def test_ranks_agree_and_a_fault_on_one_is_named(tmp_path):
     def body(rank: int, mode: Any, *others: TrainerCallback) -> None:
         os.environ["RANK"] = str(rank)
         callback = DeterminismCallback(tmp_path / "run", mode=mode, current=tmp_path / "current")
-        options: dict[str, Any] = {"ddp_backend": "gloo", "gradient_accumulation_steps": 2, "save_strategy": "epoch"}
+        options: dict[str, Any] = {
+            "ddp_backend": "gloo",
+            "gradient_accumulation_steps": 2,
+            "save_strategy": "epoch",
+        }
         Fit(tmp_path, callback, *others, per_device_train_batch_size=2, **options).train()
         print(f"the verdict: {callback.verdict and callback.verdict.verdict}")
 
@@ -388,7 +451,9 @@ def test_ranks_agree_and_a_fault_on_one_is_named(tmp_path):
     assert check_checkpoint(tmp_path / "out" / "checkpoint-3").equal
     ended = run_ranks(lambda rank: body(rank, "verify"), tmp_path / "verify", status=0)
     assert all("the verdict: match" in one.output for one in ended)
-    ended = run_ranks(lambda rank: body(rank, "verify", *[Flips()] * rank), tmp_path / "planted", status=1)
+    ended = run_ranks(
+        lambda rank: body(rank, "verify", *[Flips()] * rank), tmp_path / "planted", status=1
+    )
     assert "rank 1" in ended[0].output
     assert "first.weight" in ended[0].output
 
@@ -404,7 +469,12 @@ def test_the_example_of_the_docs_runs(tmp_path, monkeypatch):
 
 def test_the_example_of_the_docstring_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names = {"DeterminismCallback": DeterminismCallback, "Trainer": Trainer, "model": Net(), "data": samples()}
+    names = {
+        "DeterminismCallback": DeterminismCallback,
+        "Trainer": Trainer,
+        "model": Net(),
+        "data": samples(),
+    }
     names["args"] = Fit(tmp_path, logging_steps=100).trainer.args
     (test, *_) = doctest.DocTestFinder(recurse=False).find(DeterminismCallback, globs=names)
     said: list[str] = []
@@ -423,14 +493,23 @@ def test_trl_with_lora_matches_and_names_the_adapter_that_changed(tmp_path):
 
     words = {f"w{number}": number for number in range(30)} | {"<pad>": 30, "<eos>": 31}
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<pad>")), pad_token="<pad>", eos_token="<eos>"
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<pad>")),
+        pad_token="<pad>",
+        eos_token="<eos>",
     )
     generator = torch.Generator().manual_seed(3)
     rows = [torch.randint(30, (12,), generator=generator).tolist() for _ in range(16)]
 
-    def train(callback: DeterminismCallback, *others: TrainerCallback, resume: str | None = None) -> None:
+    def train(
+        callback: DeterminismCallback, *others: TrainerCallback, resume: str | None = None
+    ) -> None:
         torch.manual_seed(11)
-        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+        sizes = {
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+        }
         model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes))
         args = trl.SFTConfig(
             output_dir=str(tmp_path / "out"),
@@ -444,12 +523,14 @@ def test_trl_with_lora_matches_and_names_the_adapter_that_changed(tmp_path):
             disable_tqdm=True,
             use_cpu=True,
         )
-        adapters = peft.LoraConfig(r=2, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        adapters = peft.LoraConfig(
+            r=2, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+        )
         data = Dataset.from_dict({"input_ids": rows})
         options: dict[str, Any] = {"processing_class": tokenizer, "peft_config": adapters}
-        trl.SFTTrainer(model, args, train_dataset=data, callbacks=[*others, callback], **options).train(
-            resume_from_checkpoint=resume
-        )
+        trl.SFTTrainer(
+            model, args, train_dataset=data, callbacks=[*others, callback], **options
+        ).train(resume_from_checkpoint=resume)
 
     train(DeterminismCallback(tmp_path / "run", mode="record"))
     for resume in (None, str(tmp_path / "out" / "checkpoint-2")):
@@ -462,7 +543,9 @@ def test_trl_with_lora_matches_and_names_the_adapter_that_changed(tmp_path):
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 1:
                 weights = dict(kwargs["model"].named_parameters())
-                next(weights[name] for name in weights if "layers.1" in name and "lora_B" in name).grad.mul_(2)
+                next(
+                    weights[name] for name in weights if "layers.1" in name and "lora_B" in name
+                ).grad.mul_(2)
 
     with pytest.raises(DivergenceError) as caught:
         train(DeterminismCallback(tmp_path / "run"), Scales())

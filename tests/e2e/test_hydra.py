@@ -1,4 +1,6 @@
-"""The Hydra job callback in applications that hydra.main runs in this process, without a training."""
+"""The Hydra job callback in applications that hydra.main runs in this process,
+without a training.
+"""
 
 import multiprocessing
 import os
@@ -23,7 +25,7 @@ from det_callbacks.environment.hydra import job_choices
 from det_callbacks.errors import DivergenceError, NotComparableError
 from det_callbacks.integrations.hydra import determinism_callback
 from det_callbacks.integrations.lightning import ReplicaAuditCallback
-from det_callbacks.training.fits import note_fit, wait
+from det_callbacks.training.recording import note_fit, wait
 
 RunApp = Callable[..., tuple[int, str]]
 
@@ -43,7 +45,8 @@ MULTIRUN = ("--multirun", "seed=1,2")
 
 @pytest.fixture
 def run_app(tmp_path: Path, monkeypatch: Any, capsys: Any) -> Iterator[RunApp]:
-    """Run a task function as ``hydra.main`` does; return the exit status it would have ended with, and what it said.
+    """Run a task function as ``hydra.main`` does; return the exit status it would have
+    ended with, and what it said.
 
     Whatever the task does, the process is afterwards what it was, unless it is a fork, which ends.
     """
@@ -57,7 +60,9 @@ def run_app(tmp_path: Path, monkeypatch: Any, capsys: Any) -> Iterator[RunApp]:
         GlobalHydra.instance().clear()
         before, status = process_state(), 0
         try:
-            hydra.main(version_base="1.3", config_path=str(tmp_path / "conf"), config_name="config")(task)()
+            hydra.main(
+                version_base="1.3", config_path=str(tmp_path / "conf"), config_name="config"
+            )(task)()
         except SystemExit as leaving:
             status = int(leaving.code or 0)
         finally:
@@ -80,11 +85,13 @@ def make_a_mess() -> None:
     torch.set_default_dtype(torch.float64)
     os.environ["LEFT_BEHIND"] = "1"
     os.environ.pop("HOME", None)
-    warnings.filterwarnings("ignore", message="left behind")  # the filter that is left behind on purpose
+    # the filter that is left behind on purpose
+    warnings.filterwarnings("ignore", message="left behind")
 
 
 ONE_OF_TWO = DivergenceError("one fit of two")
-ENDS: list[tuple[Any, str, int, str]] = [  # what the job of seed 1 raises, if Hydra shows all of it, and the status
+# what the job of seed 1 raises, if Hydra shows all of it, and the status
+ENDS: list[tuple[Any, str, int, str]] = [
     (DivergenceError("it diverged"), "1", 1, "DivergenceError: it diverged"),
     (NotComparableError("another machine"), "0", 3, "NotComparableError: another machine"),
     (ZeroDivisionError("mine"), "0", 1, "ZeroDivisionError: mine"),
@@ -129,7 +136,10 @@ def test_a_refused_argument_of_the_callback_is_ours(run_app):
     def task(config: DictConfig) -> None:
         hydra.utils.instantiate(config.callbacks)
 
-    for word, argument in (("fwd", "determinism.phases=[fwd]"), ("got ''", "determinism.reference=")):
+    for word, argument in (
+        ("fwd", "determinism.phases=[fwd]"),
+        ("got ''", "determinism.reference="),
+    ):
         status, printed = run_app(task, *VERIFY, argument)
         assert (status, word in printed, "Traceback" in printed) == (2, True, False)
 
@@ -137,8 +147,14 @@ def test_a_refused_argument_of_the_callback_is_ours(run_app):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((*VERIFY, "determinism.settings.deterministic_algorithms=off"), "algorithms='off' is not allowed"),
-        ((*VERIFY, "determinism.settings=3"), "settings must be names with their values, such as seed: 0; got 3."),
+        (
+            (*VERIFY, "determinism.settings.deterministic_algorithms=off"),
+            "algorithms='off' is not allowed",
+        ),
+        (
+            (*VERIFY, "determinism.settings=3"),
+            "settings must be names with their values, such as seed: 0; got 3.",
+        ),
         ((*VERIFY, "+determinism.levle=op"), "DeterminismCallback has no argument levle."),
         ((*MULTIRUN, "+determinism=verify"), "determinism.reference is not set"),
         ((f"+hydra.callbacks.determinism._target_={JOB}",), "determinism.mode is not"),
@@ -153,10 +169,16 @@ def test_what_cannot_be_applied_starts_no_job(arguments, words, run_app, monkeyp
     assert (status, words in printed, jobs) == (2, True, [])
 
 
-@pytest.mark.parametrize("module", ["det_callbacks.integrations.hydra.job", "det_callbacks.integrations.lightning"])
+@pytest.mark.parametrize(
+    "module", ["det_callbacks.integrations.hydra.job", "det_callbacks.integrations.lightning"]
+)
 def test_an_import_that_fails_is_shown_as_it_is(module, run_app, monkeypatch):
-    """Hydra says of it that it cannot locate det_callbacks.integrations.hydra.DeterminismJobCallback."""
-    for name in [name for name in sys.modules if name.startswith("det_callbacks.integrations.hydra")]:
+    """Hydra says of it that it cannot locate
+    det_callbacks.integrations.hydra.DeterminismJobCallback.
+    """
+    for name in [
+        name for name in sys.modules if name.startswith("det_callbacks.integrations.hydra")
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)  # its import fails
     jobs: list[Any] = []
@@ -171,7 +193,10 @@ def test_disabled_applies_nothing_and_asks_for_nothing(run_app):
     def task(config: DictConfig) -> None:
         assert {**process_state(), "warning filters": before["warning filters"]} == before
 
-    for arguments in (["+determinism=disabled"], [*VERIFY, "determinism.mode=disabled", "determinism.settings.seed=9"]):
+    for arguments in (
+        ["+determinism=disabled"],
+        [*VERIFY, "determinism.mode=disabled", "determinism.settings.seed=9"],
+    ):
         assert run_app(task, *arguments)[0] == 0
 
 
@@ -182,7 +207,8 @@ def test_leaving_by_sys_exit_does_not_look_verified(num_fits, status, run_app):
             note_fit()
         sys.exit(0)
 
-    child = multiprocessing.get_context("fork").Process(target=run_app, args=(task, *VERIFY))  # it ends the process
+    # it ends the process
+    child = multiprocessing.get_context("fork").Process(target=run_app, args=(task, *VERIFY))
     child.start()
     child.join()
     assert child.exitcode == status
@@ -197,7 +223,10 @@ def test_an_audit_of_replicas_has_to_run(run_app):
             note_fit()
 
     status, printed = run_app(task, "+determinism=replicas", "seed=2")
-    assert (status, "mode=replicas, but no ReplicaAuditCallback ran a fit in this job" in printed) == (2, True)
+    assert (
+        status,
+        "mode=replicas, but no ReplicaAuditCallback ran a fit in this job" in printed,
+    ) == (2, True)
     assert run_app(task, "+determinism=replicas", 'callbacks.determinism.ignore=["a.*"]')[0] == 0
     callback = built[-1]
     assert isinstance(callback, ReplicaAuditCallback)
@@ -221,10 +250,15 @@ def test_folders_start_where_the_program_was_started(run_app, tmp_path):
     run_app(task, *MULTIRUN, *VERIFY, "hydra.job.chdir=true", "hydra.sweep.subdir=${hydra.job.num}")
     reference = tmp_path / "refs" / "run1"
     assert folders == {tmp_path / "outs" / job for job in "01"}
-    assert paths() == [(reference / f"job-{job}", tmp_path / "outs" / job / "determinism") for job in "01"]
+    assert paths() == [
+        (reference / f"job-{job}", tmp_path / "outs" / job / "determinism") for job in "01"
+    ]
     assert configurations == [{"seed": seed, "callbacks": {}} for seed in (1, 2)]
     assert job_choices() == {}
-    for chdir, given, current in (("true", ["determinism.current=here"], "here"), ("false", [], "out/determinism")):
+    for chdir, given, current in (
+        ("true", ["determinism.current=here"], "here"),
+        ("false", [], "out/determinism"),
+    ):
         built.clear()
         run_app(task, *VERIFY, f"hydra.job.chdir={chdir}", *given)
         assert paths() == [(reference, tmp_path / current)]

@@ -1,4 +1,6 @@
-"""Generators that begin elsewhere: a note as long as nothing draws from them, and a cause from the first draw on."""
+"""Generators that begin elsewhere: a note as long as nothing draws from them,
+and a cause from the first draw on.
+"""
 
 import random
 from collections.abc import Callable
@@ -28,7 +30,9 @@ NOTE = "Generators that had a different state at the start of the fit and change
 
 
 class Plain(pl.LightningModule):
-    """Draws from torch's generator only, by dropout and a shuffle; ``draw`` may draw from others in a step."""
+    """Draws from torch's generator only, by dropout and a shuffle;
+    ``draw`` may draw from others in a step.
+    """
 
     def __init__(self, draw: Callable[[int], float]) -> None:
         super().__init__()
@@ -61,7 +65,9 @@ def unused_from_numpy(step: int) -> float:
 
 
 def fit(callback: Any, *others: Any, seed: int, draw: Any = nothing, **options: Any) -> None:
-    """Train as a process does that seeds torch; Python's and NumPy's generators are wherever it began."""
+    """Train as a process does that seeds torch; Python's and NumPy's
+    generators are wherever it began.
+    """
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(0)
@@ -103,7 +109,10 @@ def test_it_is_the_cause_from_the_first_draw_on(level, draw, name, tmp_path):
     verdict = verify(tmp_path / "run", tmp_path / "current", seed=2, draw=draw)
     first = verdict.first_divergence
     assert (verdict.verdict, verdict.cause, first.step) == ("diverged", "rng", 3)
-    use = "the fit had not drawn from it at the batch start of step 3, but had after forward of step 3"
+    use = (
+        "the fit had not drawn from it at the batch start of step 3, but had after forward of step "
+        "3"
+    )
     (line,) = (line for line in verdict.evidence if line.startswith(f"the generator {name} "))
     start = f"the generator {name} had a different state when the fit started"
     assert line == f"{start}; {use}; what ran in between: the forward pass"
@@ -131,7 +140,12 @@ def test_a_resumed_training_is_the_same_training(resume, draw, tmp_path):
     """NumPy is idle, or was drawn from before the checkpoint and not since."""
     options: dict[str, Any] = {"level": "state", "resume": resume}
     checkpoint, run = tmp_path / "8.ckpt", tmp_path / "run"
-    fit(DeterminismCallback(run, mode="record", **options), SaveAfter(tmp_path, 8), seed=1, draw=draw)
+    fit(
+        DeterminismCallback(run, mode="record", **options),
+        SaveAfter(tmp_path, 8),
+        seed=1,
+        draw=draw,
+    )
 
     def go_on(callback: DeterminismCallback) -> None:
         # what a training restores by itself, where Lightning alone resumes
@@ -140,7 +154,13 @@ def test_a_resumed_training_is_the_same_training(resume, draw, tmp_path):
                 np.random.seed(1)
                 draw(3)
 
-        fit(callback, *([Restores()] if resume == "plain" else []), seed=3, draw=draw, ckpt_path=checkpoint)
+        fit(
+            callback,
+            *([Restores()] if resume == "plain" else []),
+            seed=3,
+            draw=draw,
+            ckpt_path=checkpoint,
+        )
 
     resumed = DeterminismCallback(run, current=tmp_path / "current", resume=resume)
     if resume == "exact":
@@ -156,25 +176,32 @@ def test_a_resumed_training_is_the_same_training(resume, draw, tmp_path):
         assert compare_runs(run, tmp_path / "elsewhere", steps="common").verdict == "match"
 
 
-def loop_of_one_s_own(reference: Path, *, seed: int, draw: Any = nothing, **options: Any) -> TrainingRun:
+def loop_of_one_s_own(
+    reference: Path, *, seed: int, draw: Any = nothing, **options: Any
+) -> TrainingRun:
     loop = Loop()
     loop.plant = draw
     random.seed(seed)
     np.random.seed(seed)
-    run = TrainingRun(reference, model=loop.model, optimizers=loop.optimizers, level="state", **options)
+    run = TrainingRun(
+        reference, model=loop.model, optimizers=loop.optimizers, level="state", **options
+    )
     with suppress(DivergenceError), run:
         loop.run(run, epochs=2)
     return run
 
 
 @pytest.mark.parametrize(
-    ("draw", "seed", "word"), [(nothing, 2, "match"), (from_numpy, 1, "match"), (from_numpy, 2, "diverged")]
+    ("draw", "seed", "word"),
+    [(nothing, 2, "match"), (from_numpy, 1, "match"), (from_numpy, 2, "diverged")],
 )
 def test_a_loop_that_goes_on_has_the_generators_idle_that_were_so(draw, seed, word, tmp_path):
     """One that was drawn from before is compared from where the loop has restored it."""
     loop_of_one_s_own(tmp_path / "run", mode="record", seed=1, draw=draw)
     loop = Loop().run()
-    run = TrainingRun(tmp_path / "run", model=loop.model, optimizers=loop.optimizers, current=tmp_path / "current")
+    run = TrainingRun(
+        tmp_path / "run", model=loop.model, optimizers=loop.optimizers, current=tmp_path / "current"
+    )
     with suppress(DivergenceError), run.resume_from(6, epoch=1):
         np.random.seed(seed)
         draw(3)

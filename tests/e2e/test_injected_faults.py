@@ -1,4 +1,6 @@
-"""A full disk, a disk error and a kill at each operation on files: nothing is lost, and nothing matches by mistake."""
+"""A full disk, a disk error and a kill at each operation on files: nothing is lost,
+and nothing matches by mistake.
+"""
 
 import json
 import random
@@ -29,7 +31,9 @@ NUM_STEPS = 3
 Train = Callable[..., None]
 
 
-def train_loop(mode: Any, path: Path, *, fits: int = 1, first: int = 0, other: bool = False, **options: Any) -> None:
+def train_loop(
+    mode: Any, path: Path, *, fits: int = 1, first: int = 0, other: bool = False, **options: Any
+) -> None:
     loop = Loop()
     loop.model.factor = 2.0 if other else 1.0
     run = TrainingRun(path, mode=mode, model=loop.model, optimizers=loop.optimizers, **options)
@@ -67,7 +71,9 @@ def train_with_lightning(
 
 
 class Scenario(NamedTuple):
-    """What is recorded before, what is done under faults, and the runs that may be there afterwards."""
+    """What is recorded before, what is done under faults, and the runs
+    that may be there afterwards.
+    """
 
     before: Callable[[Train, Path], None]
     body: Callable[[Train, Path], None]
@@ -110,12 +116,17 @@ SCENARIOS = {
     "record": Scenario(nothing, record_again, later="one"),
     "overwrite": Scenario(record, partial(record_again, other=True), later="other", earlier="one"),
     "overwrite with two fits": Scenario(
-        partial(record, fits=2), partial(record_again, fits=2, other=True), later="other two", earlier="two"
+        partial(record, fits=2),
+        partial(record_again, fits=2, other=True),
+        later="other two",
+        earlier="two",
     ),
     "resume": Scenario(record_half, resume, later="one", earlier="half"),
     "verify": Scenario(record, verify, earlier="one"),
     "verify again": Scenario(record_and_verify, verify, earlier="one"),
-    "verify again what differs": Scenario(record_and_verify, partial(verify, other=True), earlier="one", status=1),
+    "verify again what differs": Scenario(
+        record_and_verify, partial(verify, other=True), earlier="one", status=1
+    ),
 }
 WAYS = {"loop": train_loop, "lightning": train_with_lightning}
 
@@ -170,7 +181,9 @@ def matches(whole: Path, path: Path, **options: Any) -> bool:
 
 @pytest.fixture
 def inject(way: Train, home: Path, tmp_path: Path) -> Callable[..., list[str]]:
-    """Run a scenario with a fault at one operation, and look at what is left; return the operations without one."""
+    """Run a scenario with a fault at one operation, and look at what is left;
+    return the operations without one.
+    """
     prepared: dict[str, Path] = {}
 
     def run(name: str, *, at: int | None = None, fault: int = KILL) -> list[str]:
@@ -188,7 +201,9 @@ def inject(way: Train, home: Path, tmp_path: Path) -> Callable[..., list[str]]:
             scenario.body(way, work)
 
         status = run_forked(body, tmp_path)
-        told = f"{name}, {at}, fault {fault}: status {status}\n{(tmp_path / 'output.txt').read_text()}"
+        told = (
+            f"{name}, {at}, fault {fault}: status {status}\n{(tmp_path / 'output.txt').read_text()}"
+        )
         if at is None:
             assert status == scenario.status, told
             return (tmp_path / "operations").read_text().splitlines()
@@ -199,10 +214,15 @@ def inject(way: Train, home: Path, tmp_path: Path) -> Callable[..., list[str]]:
             assert_nothing_is_lost(scenario, work, told, has_ended=True)
         return []
 
-    def assert_nothing_is_lost(scenario: Scenario, work: Path, told: str, *, has_ended: bool) -> None:
+    def assert_nothing_is_lost(
+        scenario: Scenario, work: Path, told: str, *, has_ended: bool
+    ) -> None:
         path = work / "run"
         if scenario.earlier == "half":
-            assert compare_runs(home / "one", path, steps="common").counts.steps_compared >= NUM_STEPS - 1, told
+            assert (
+                compare_runs(home / "one", path, steps="common").counts.steps_compared
+                >= NUM_STEPS - 1
+            ), told
         elif scenario.earlier and not (has_ended and scenario.later):
             names = [scenario.earlier, scenario.later]
             assert any(matches(home / name, path) for name in names if name), told
@@ -220,18 +240,31 @@ def inject(way: Train, home: Path, tmp_path: Path) -> Callable[..., list[str]]:
 
 
 def points(name: str, num_operations: int, num: int | None) -> list[tuple[int, int]]:
-    """Return places and faults: a kill at each operation, and by turns one of the errors; or a sample of them."""
+    """Return places and faults: a kill at each operation, and by turns one of the errors;
+    or a sample of them.
+    """
     errors = [(at, ERRORS[at % len(ERRORS)]) for at in range(num_operations)]
     every = [*errors, *((at, KILL) for at in range(num_operations))]
     return every if num is None else random.Random(name).sample(every, num)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-@pytest.mark.parametrize("num", [4, pytest.param(None, marks=[pytest.mark.soak, pytest.mark.timeout(7200)])])
+@pytest.mark.parametrize(
+    "num", [4, pytest.param(None, marks=[pytest.mark.soak, pytest.mark.timeout(7200)])]
+)
 def test_a_fault_at_any_operation_loses_nothing_and_makes_no_match(name, num, inject):
     operations = inject(name)
     kinds = {operation.split()[0] for operation in operations}
-    assert {"open", "write", "fsync", "truncate", "fcntl.flock", "os.rename", "os.remove", "os.mkdir"} <= kinds
+    assert {
+        "open",
+        "write",
+        "fsync",
+        "truncate",
+        "fcntl.flock",
+        "os.rename",
+        "os.remove",
+        "os.mkdir",
+    } <= kinds
     assert ("os.rmdir" in kinds) == (name not in ("record", "verify"))
     failures = []
     for at, fault in points(name, len(operations), num):

@@ -1,4 +1,6 @@
-"""The package as it is installed: the wheel's content, and both kinds of install, used from another directory."""
+"""The package as it is installed: the wheel's content, and both kinds of install,
+used from another directory.
+"""
 
 import os
 import re
@@ -37,7 +39,14 @@ def source(tmp_path_factory: Any) -> Path:
     folder = tmp_path_factory.mktemp("source") / "det_callbacks"
     for name in ("det_callbacks", "conf", "tests", "recipes"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "Makefile", "noxfile.py"):
+    for name in (
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "CHANGELOG.md",
+        "Makefile",
+        "noxfile.py",
+    ):
         shutil.copy(ROOT / name, folder)
     return folder
 
@@ -51,15 +60,35 @@ def wheel(source: Path, tmp_path_factory: Any) -> Path:
 
 
 def pip(command: str, *arguments: str, python: str = sys.executable) -> None:
-    begin = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--python", python, command]
-    subprocess.run([*begin, "--no-index", "--no-deps", "--no-build-isolation", *arguments], check=True, timeout=200)
+    begin = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "--quiet",
+        "--python",
+        python,
+        command,
+    ]
+    subprocess.run(
+        [*begin, "--no-index", "--no-deps", "--no-build-isolation", *arguments],
+        check=True,
+        timeout=200,
+    )
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel, source):
     places = ("det_callbacks", ("py", "j2", "css", "json", "typed")), ("conf", ("py", "yaml"))
-    files = [path for folder, ends in places for end in ends for path in (source / folder).rglob(f"*.{end}")]
+    files = [
+        path
+        for folder, ends in places
+        for end in ends
+        for path in (source / folder).rglob(f"*.{end}")
+    ]
     wanted = {path.relative_to(source).as_posix() for path in files}
-    wanted = {name if name.startswith("det_callbacks/") else f"det_callbacks/{name}" for name in wanted}
+    wanted = {
+        name if name.startswith("det_callbacks/") else f"det_callbacks/{name}" for name in wanted
+    }
     some = {
         "py.typed",
         "schemas/verdict.json",
@@ -73,28 +102,49 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel, source):
     with zipfile.ZipFile(wheel) as archive:
         information = f"det_callbacks-{PROJECT['version']}.dist-info/"
         assert {name for name in archive.namelist() if not name.startswith(information)} == wanted
-        metadata, entries = (archive.read(information + name).decode() for name in ("METADATA", "entry_points.txt"))
+        metadata, entries = (
+            archive.read(information + name).decode() for name in ("METADATA", "entry_points.txt")
+        )
         assert archive.read(f"{information}licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
     assert "det-callbacks = det_callbacks.cli:main" in entries
     lines = metadata.splitlines()
     assert "License-Expression: Apache-2.0" in lines
-    required = {Requirement(line.removeprefix(REQUIRES)) for line in lines if line.startswith(REQUIRES)}
+    required = {
+        Requirement(line.removeprefix(REQUIRES)) for line in lines if line.startswith(REQUIRES)
+    }
     assert {Requirement(name) for name in PROJECT["dependencies"]} <= required
     assert {f"Classifier: {name}" for name in PROJECT["classifiers"]} <= {*lines}
-    assert {f"Author: {PROJECT['authors'][0]['name']}", f"Keywords: {','.join(PROJECT['keywords'])}"} <= {*lines}
+    assert {
+        f"Author: {PROJECT['authors'][0]['name']}",
+        f"Keywords: {','.join(PROJECT['keywords'])}",
+    } <= {*lines}
 
 
-def test_the_source_distribution_holds_what_builds_the_wheel_and_nothing_else(source, wheel, tmp_path):
+def test_the_source_distribution_holds_what_builds_the_wheel_and_nothing_else(
+    source, wheel, tmp_path
+):
     build = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", build, tmp_path], cwd=source, check=True, capture_output=True, timeout=200)
+    subprocess.run(
+        [sys.executable, "-c", build, tmp_path],
+        cwd=source,
+        check=True,
+        capture_output=True,
+        timeout=200,
+    )
     (made,) = tmp_path.iterdir()
     with tarfile.open(made) as archive:
-        files = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
+        files = {
+            member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()
+        }
     with zipfile.ZipFile(wheel) as archive:
         package = {name for name in archive.namelist() if ".dist-info/" not in name}
-    package = {name.removeprefix("det_callbacks/") if "/conf/" in name else name for name in package}
+    package = {
+        name.removeprefix("det_callbacks/") if "/conf/" in name else name for name in package
+    }
     about = {"pyproject.toml", "README.md", "LICENSE", "PKG-INFO", "setup.cfg"}
-    assert {name for name in files if not name.startswith("det_callbacks.egg-info/")} == package | about
+    assert {
+        name for name in files if not name.startswith("det_callbacks.egg-info/")
+    } == package | about
 
 
 def new_environment(folder: Path, elsewhere: Path) -> tuple[Path, Any]:
@@ -104,8 +154,16 @@ def new_environment(folder: Path, elsewhere: Path) -> tuple[Path, Any]:
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
     def run(*command: Any, status: int = 0) -> str:
-        options = {"cwd": elsewhere, "env": clean, "stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
-        done = subprocess.run([folder / "bin" / command[0], *command[1:]], check=False, timeout=200, **options)
+        options = {
+            "cwd": elsewhere,
+            "env": clean,
+            "stdin": subprocess.DEVNULL,
+            "capture_output": True,
+            "text": True,
+        }
+        done = subprocess.run(
+            [folder / "bin" / command[0], *command[1:]], check=False, timeout=200, **options
+        )
         assert done.returncode == status, done.stderr
         return done.stdout + done.stderr * bool(status)
 
@@ -115,22 +173,35 @@ def new_environment(folder: Path, elsewhere: Path) -> tuple[Path, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
 def test_an_install_works_from_another_directory(tmp_path, wheel, source, kind):
-    """In an environment that finds the dependencies where this one has them, and not the package."""
+    """In an environment that finds the dependencies where this one has them,
+    and not the package.
+    """
     environment, elsewhere = tmp_path / "environment", tmp_path / "elsewhere"
     site, run = new_environment(environment, elsewhere)
-    # only the folder is added: the .pth files in it, by which an editable install is found, are not read
+    # only the folder is added: the .pth files in it, by which an editable
+    # install is found, are not read
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     python = str(environment / "bin" / "python")
     nothing = run("python", "-c", "import det_callbacks", status=1)
     assert "No module named 'det_callbacks'" in nothing, "this environment has it already"
-    pip("install", *([str(wheel)] if kind == "wheel" else ["--editable", str(source)]), python=python)
+    pip(
+        "install",
+        *([str(wheel)] if kind == "wheel" else ["--editable", str(source)]),
+        python=python,
+    )
     (elsewhere / "train.py").write_text(PROGRAM)
-    search = ["hydra.searchpath=[pkg://det_callbacks.conf]", "hydra/job_logging=none", "hydra/hydra_logging=none"]
+    search = [
+        "hydra.searchpath=[pkg://det_callbacks.conf]",
+        "hydra/job_logging=none",
+        "hydra/hydra_logging=none",
+    ]
     options = ["+determinism=record", "determinism.reference=refs/run", "--cfg", "job"]
     assert "mode: record" in run("python", "train.py", *search, *options)
     for command in (["det-callbacks"], ["python", "-m", "det_callbacks"]):
         assert run(*command, "--version") == f"det-callbacks {PROJECT['version']}\n"
-    place = run("python", "-c", "import det_callbacks as d; print(d.__version__, d.__file__)").split()
+    place = run(
+        "python", "-c", "import det_callbacks as d; print(d.__version__, d.__file__)"
+    ).split()
     assert place[0] == PROJECT["version"]
     assert Path(place[1]).is_relative_to(source if kind == "editable" else environment)
 
@@ -139,7 +210,9 @@ def test_an_install_works_from_another_directory(tmp_path, wheel, source, kind):
 def test_runs_are_read_where_neither_torch_nor_any_framework_is_installed(tmp_path, wheel):
     """With what README.md says, and with what these packages need themselves."""
     site, run = new_environment(tmp_path / "environment", tmp_path / "elsewhere")
-    (readers,) = re.findall(r"--no-deps [.] && pip install ([\w ]+?) *#", (ROOT / "README.md").read_text())
+    (readers,) = re.findall(
+        r"--no-deps [.] && pip install ([\w ]+?) *#", (ROOT / "README.md").read_text()
+    )
     for name in (*readers.split(), "markdown-it-py", "markupsafe", "mdurl", "pygments"):
         package = distribution(name)
         for top in {file.parts[0] for file in package.files} - {"..", "__pycache__"}:
@@ -153,10 +226,14 @@ def test_runs_are_read_where_neither_torch_nor_any_framework_is_installed(tmp_pa
     assert "check-checkpoint" in run("det-callbacks", "--help")
     assert "2 steps" in run("det-callbacks", "show", "runs/reference")
     assert "aten.mul.Tensor" in run("det-callbacks", "show", "runs/reference", "--step", "1")
-    told = run("det-callbacks", "diff", "runs/reference", "runs/current", "--html", "report.html", status=1)
+    told = run(
+        "det-callbacks", "diff", "runs/reference", "runs/current", "--html", "report.html", status=1
+    )
     assert "aten.mul.Tensor in scale" in told
     assert "aten.mul.Tensor in scale" in (tmp_path / "elsewhere" / "report.html").read_text()
     assert run("det-callbacks", "findings", "runs/reference") == "runs/reference: no findings\n"
     assert "rows" in run("det-callbacks", "export", "runs/reference", "--to", "exported")
     assert "torch not installed" in run("det-callbacks", "doctor", status=2)
-    assert "needs torch, which is not installed" in run("det-callbacks", "ops", status=2), "1 would be a divergence"
+    assert "needs torch, which is not installed" in run("det-callbacks", "ops", status=2), (
+        "1 would be a divergence"
+    )

@@ -1,4 +1,6 @@
-"""By how much runs differ, from what keep_tensors kept; where that is not known it is said, and no number is wrong."""
+"""By how much runs differ, from what keep_tensors kept; where that is not known it is said,
+and no number is wrong.
+"""
 
 import json
 import shutil
@@ -58,7 +60,12 @@ def test_one_ulp_is_said_alike_live_by_diff_and_in_the_report(references, tmp_pa
     verdict = verify(reference, ONE_ULP, current)
     output = output_of(verdict)
     assert (output.tensor, output.shape, output.dtype) == ("output 0", (BATCH, WIDTH), "float32")
-    assert (output.num_differing, output.num_elements, output.max_ulps, output.ulps) == (1, SIZE, 1, (SIZE - 1, 1))
+    assert (output.num_differing, output.num_elements, output.max_ulps, output.ulps) == (
+        1,
+        SIZE,
+        1,
+        (SIZE - 1, 1),
+    )
     assert output.first == output.worst == (0, 0)
     one, other = (torch.tensor(float(text)) for text in output.first_values)
     assert output.max_absolute == float(other.double() - one.double())
@@ -83,10 +90,16 @@ def test_one_ulp_is_said_alike_live_by_diff_and_in_the_report(references, tmp_pa
 
 
 def test_a_nan_on_one_side_is_apart():
-    output = TensorNumbers(tensor="output 0", shape=(4, 6), num_differing=3, max_ulps=6, num_nan=1, num_inf=1)
+    output = TensorNumbers(
+        tensor="output 0", shape=(4, 6), num_differing=3, max_ulps=6, num_nan=1, num_inf=1
+    )
     found = replace(DIVERGENCE, numbers=Numbers(output=(output,)), output=2)
     text = unwrapped(verdict_lines(replace(DIVERGED, first_divergence=found, origins=(found,))))
-    for words in ("by up to 6 ULPs", "1 with a NaN, 1 with an infinity", "aten.addmm.default#0 output 2 "):
+    for words in (
+        "by up to 6 ULPs",
+        "1 with a NaN, 1 with an infinity",
+        "aten.addmm.default#0 output 2 ",
+    ):
         assert words in text
 
 
@@ -94,11 +107,23 @@ def test_one_tensor_of_a_list_that_the_optimizer_changes(references, tmp_path):
     model = partial(Deep, optimizer=torch.optim.AdamW, foreach=True)
     op = "aten._foreach_addcdiv_.ScalarList"
     training = Training(model=model, around=below(op="aten._foreach_addcdiv_", step=2, written=2))
-    verdict = verify(references(model, keep_tensors=(f"optimizer/{op}",)), training, tmp_path / "current")
+    verdict = verify(
+        references(model, keep_tensors=(f"optimizer/{op}",)), training, tmp_path / "current"
+    )
     first = verdict.first_divergence
-    assert (first.phase, first.op, first.output, first.name) == ("optimizer", op, 2, "net.0.up.weight")
+    assert (first.phase, first.op, first.output, first.name) == (
+        "optimizer",
+        op,
+        2,
+        "net.0.up.weight",
+    )
     output = output_of(verdict)
-    assert (output.tensor, output.num_differing, output.max_ulps, output.first) == ("output 2", 1, 1, (0, 0))
+    assert (output.tensor, output.num_differing, output.max_ulps, output.first) == (
+        "output 2",
+        1,
+        1,
+        (0, 0),
+    )
 
 
 @pytest.mark.slow
@@ -112,7 +137,10 @@ def test_each_step_and_fit_that_differs_is_kept(tmp_path):
         Training().fit(callback)
         second.fit(callback)
     assert output_of(verifying.verdict).num_differing == SIZE
-    kept = sorted(path.relative_to(path.parents[1]).as_posix() for path in current.rglob("kept/*/*.safetensors"))
+    kept = sorted(
+        path.relative_to(path.parents[1]).as_posix()
+        for path in current.rglob("kept/*/*.safetensors")
+    )
     assert kept == [f"attempt-000.segment-001/step-{step:09d}.safetensors" for step in (2, 3)]
 
 
@@ -132,11 +160,16 @@ def test_it_changes_no_bit_and_a_match_keeps_nothing(tmp_path, references):
 def test_what_was_not_kept_stops_no_run_and_is_said_everywhere(tmp_path, capsys, monkeypatch):
     reason = "A Tensor has no plain memory."
     with monkeypatch.context() as patch:
-        patch.setattr("det_callbacks.tensors.keep.copy_bits", mock.Mock(side_effect=ReplayError(reason)))
+        patch.setattr(
+            "det_callbacks.tensors.replay.copy_bits", mock.Mock(side_effect=ReplayError(reason))
+        )
         reference = Training().record(tmp_path / "ref", keep_tensors=[FIRST])
     line = capsys.readouterr().out
     assert "recorded 4 steps" in line
-    assert f"; kept 0 tensors (0 bytes); did NOT keep the tensors of 4 calls from step 0 on: {reason}" in line
+    assert (
+        f"; kept 0 tensors (0 bytes); did NOT keep the tensors of 4 calls from step 0 on: {reason}"
+        in line
+    )
     verdict = verify(reference, ONE_ULP, tmp_path / "current")
     capsys.readouterr()
     assert main(["show", str(reference)]) == 0
@@ -144,7 +177,10 @@ def test_what_was_not_kept_stops_no_run_and_is_said_everywhere(tmp_path, capsys,
     problem = f"the reference did not keep it: {reason}"
     assert numbers_of(verdict).problem.startswith(problem)
     assert numbers_of(verdict).output == ()
-    for text in (unwrapped(verdict_lines(verdict)), (tmp_path / "current" / "report.html").read_text()):
+    for text in (
+        unwrapped(verdict_lines(verdict)),
+        (tmp_path / "current" / "report.html").read_text(),
+    ):
         assert f"cannot be measured: {problem}" in text
     assert f"--only-steps=2 --keep={FIRST}" in verdict_lines(verdict)
 
@@ -155,10 +191,14 @@ def test_damage_is_said_and_never_a_number(references, tmp_path):
     for side, name in (("ref", "the reference"), ("current", "the current run")):
         (path,) = (tmp_path / side).rglob("kept/*/step-000000002.safetensors")
         content = path.read_bytes()
-        for problem in (f"the kept tensors of {name} cannot be read: {path} is damaged: ", f"{name} did not keep it"):
+        for problem in (
+            f"the kept tensors of {name} cannot be read: {path} is damaged: ",
+            f"{name} did not keep it",
+        ):
             path.unlink()
             if "damaged" in problem:
-                path.write_bytes(content[:-7] + bytes([content[-7] ^ 1]) + content[-6:])  # of the last tensor
+                # of the last tensor
+                path.write_bytes(content[:-7] + bytes([content[-7] ^ 1]) + content[-6:])
             verdict = compare_runs(tmp_path / "ref", tmp_path / "current")
             assert (verdict.verdict, numbers_of(verdict).output) == ("diverged", ())
             assert numbers_of(verdict).problem.startswith(problem)
@@ -170,7 +210,9 @@ def test_damage_is_said_and_never_a_number(references, tmp_path):
 def test_the_numbers_are_those_of_the_rank_that_differs(tmp_path):
     def body(mode: Any, rank: int) -> None:
         options: Any = {"keep_tensors": [f"forward/first:{ADDMM}"]} if mode == "record" else {}
-        callback = DeterminismCallback(tmp_path / "ref", mode=mode, current=tmp_path / "current", **options)
+        callback = DeterminismCallback(
+            tmp_path / "ref", mode=mode, current=tmp_path / "current", **options
+        )
         model = Classifier()
         is_faulty = mode == "verify" and rank == 1
         with below(op="aten.addmm", module="first", step=1)(model) if is_faulty else nullcontext():
@@ -183,4 +225,7 @@ def test_the_numbers_are_those_of_the_rank_that_differs(tmp_path):
     require_one_verdict(verdict, tmp_path / "ref", tmp_path / "current")
     first = verdict["first_divergence"]
     assert (first["rank"], first["step"]) == (1, 1)
-    assert (first["numbers"]["output"][0]["num_differing"], first["numbers"]["output"][0]["first"]) == (1, [0, 0])
+    assert (
+        first["numbers"]["output"][0]["num_differing"],
+        first["numbers"]["output"][0]["first"],
+    ) == (1, [0, 0])

@@ -1,6 +1,8 @@
-"""Processes that are killed at any moment, while they record, overwrite, resume or save checkpoints; nothing is lost.
+"""Processes that are killed at any moment, while they record, overwrite, resume or save
+checkpoints; nothing is lost.
 
-The moment is a random share of the time that an undisturbed process takes, so each kill hits another instruction.
+The moment is a random share of the time that an undisturbed process takes, so each kill hits
+another instruction.
 """
 
 import os
@@ -21,9 +23,20 @@ from forks import end_with
 from lightning.pytorch.callbacks import ModelCheckpoint
 from loops import Loop
 
-from det_callbacks import DeterminismCallback, ReferenceNotFoundError, TrainingRun, check_checkpoint, compare_runs
-from det_callbacks.errors import DivergenceWarning, NothingComparedError, ReferenceFormatError, RunExistsError
-from det_callbacks.runs.place import make_room
+from det_callbacks import (
+    DeterminismCallback,
+    ReferenceNotFoundError,
+    TrainingRun,
+    check_checkpoint,
+    compare_runs,
+)
+from det_callbacks.errors import (
+    DivergenceWarning,
+    NothingComparedError,
+    ReferenceFormatError,
+    RunExistsError,
+)
+from det_callbacks.runs.store import make_room
 
 NUM_STEPS = 12
 KILLS = pytest.mark.parametrize(
@@ -60,9 +73,13 @@ def kill_after(seconds: float, body: Callable[[], Any], folder: Path) -> bool:
 
 
 def record(path: Path, *, first: int = 0, overwrite: bool = False) -> None:
-    """Record a loop from step ``first`` on; the steps before it run unrecorded, as if a checkpoint restored them."""
+    """Record a loop from step ``first`` on; the steps before it run unrecorded,
+    as if a checkpoint restored them.
+    """
     loop = Loop()
-    run = TrainingRun(path, mode="record", model=loop.model, optimizers=loop.optimizers, overwrite=overwrite)
+    run = TrainingRun(
+        path, mode="record", model=loop.model, optimizers=loop.optimizers, overwrite=overwrite
+    )
     batches = (batch for _ in range(2) for batch in loop.loader)
     for batch in islice(batches, first):
         loop.train_step(batch)
@@ -75,7 +92,9 @@ def record(path: Path, *, first: int = 0, overwrite: bool = False) -> None:
 
 
 def num_steps_equal(whole: Path, path: Path) -> int:
-    """Return how many steps a folder holds; each of them has to match the uninterrupted recording."""
+    """Return how many steps a folder holds; each of them has to
+    match the uninterrupted recording.
+    """
     try:
         verdict = compare_runs(whole, path, steps="common")
     except (ReferenceNotFoundError, NothingComparedError):
@@ -139,25 +158,37 @@ def test_a_killed_verification_tells_what_differed_before_and_is_never_a_match(n
 
 
 @KILLS
-def test_a_kill_while_a_run_is_replaced_leaves_the_earlier_or_the_later_one_whole(num_kills, tmp_path):
+def test_a_kill_while_a_run_is_replaced_leaves_the_earlier_or_the_later_one_whole(
+    num_kills, tmp_path
+):
     chance, whole, path = random.Random(2), tmp_path / "whole", tmp_path / "run"
     seconds = run_whole(lambda: record(whole), tmp_path)
     run_whole(lambda: record(path), tmp_path)
     for _ in range(num_kills):
-        kill_after(chance.uniform(0, 1.2 * seconds), partial(record, path, overwrite=True), tmp_path)
+        kill_after(
+            chance.uniform(0, 1.2 * seconds), partial(record, path, overwrite=True), tmp_path
+        )
         if not (path / "run.json").exists():  # one was removed, and the other is not there yet
             with pytest.raises(RunExistsError):
                 make_room(path)
         verdict = compare_runs(whole, path)
-        assert (verdict.verdict, verdict.counts.steps_compared) == ("match", NUM_STEPS), verdict.explanation
+        assert (verdict.verdict, verdict.counts.steps_compared) == ("match", NUM_STEPS), (
+            verdict.explanation
+        )
 
 
 @KILLS
 def test_a_kill_while_checkpoints_are_saved_leaves_digests_that_agree_or_none(num_kills, tmp_path):
     def fit() -> None:
-        callback = DeterminismCallback(tmp_path / "run", mode="record", level="state", overwrite=True)
+        callback = DeterminismCallback(
+            tmp_path / "run", mode="record", level="state", overwrite=True
+        )
         saving = ModelCheckpoint(
-            tmp_path / "checkpoints", every_n_train_steps=1, save_top_k=2, monitor="step", mode="max"
+            tmp_path / "checkpoints",
+            every_n_train_steps=1,
+            save_top_k=2,
+            monitor="step",
+            mode="max",
         )
         Fit(callback, saving, enable_checkpointing=True, max_epochs=3).run()
 

@@ -1,4 +1,6 @@
-"""Trainings whose tensors lie on a device that yields at a step's end: nothing of ours waits for it within a step."""
+"""Trainings whose tensors lie on a device that yields at a step's end:
+nothing of ours waits for it within a step.
+"""
 
 import itertools
 import json
@@ -38,11 +40,14 @@ pytestmark = LIGHTNING_ADVICE
 
 def disturb(gradient: Tensor) -> Tensor:
     with _disable_current_modes():
-        return gradient + gradient.detach() * planted.entropy()  # its own gradient is what it would be without
+        # its own gradient is what it would be without
+        return gradient + gradient.detach() * planted.entropy()
 
 
 class Noisy(Classifier):
-    """Not deterministic in an op in place, in a value and in a gradient; and it does much in place."""
+    """Not deterministic in an op in place, in a value and in a gradient;
+    and it does much in place.
+    """
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         inputs, labels = batch
@@ -68,13 +73,19 @@ class Noisy(Classifier):
         return inputs * 2, labels
 
 
-def fit(folder: Path, callback: DeterminismCallback, model: type[Classifier] = Noisy) -> pl.LightningModule:
+def fit(
+    folder: Path, callback: DeterminismCallback, model: type[Classifier] = Noisy
+) -> pl.LightningModule:
     return train(model, callback, epochs=1, logger=CSVLogger(folder), log_every_n_steps=1)[0]
 
 
 def record(folder: Path, model: type[Classifier] = Noisy) -> pl.LightningModule:
     replay, kept = ["planted.noisy_.*"] if model is Noisy else None, ["aten.addmm.*"]
-    return fit(folder, DeterminismCallback(folder / "run", mode="record", replay=replay, keep_tensors=kept), model)
+    return fit(
+        folder,
+        DeterminismCallback(folder / "run", mode="record", replay=replay, keep_tensors=kept),
+        model,
+    )
 
 
 def verify(folder: Path, model: type[Classifier] = Noisy) -> tuple[Verdict, pl.LightningModule]:
@@ -96,7 +107,9 @@ def test_a_fault_is_named_as_on_the_host_and_nobody_disturbs_the_training(tmp_pa
     with late_device() as device, in_every_step(device):
         verdict, verified = verify(tmp_path, Classifier)
     assert (device.waits, device.num_watched, verdict.verdict) == ([], 4, "match")
-    assert 4 <= device.num_collected <= 13, "what makes up the fit's start and end is fetched outside its steps"
+    assert 4 <= device.num_collected <= 13, (
+        "what makes up the fit's start and end is fetched outside its steps"
+    )
     alone = fit(tmp_path, DeterminismCallback(tmp_path / "run", mode="disabled"), Classifier)
     assert has_same_weights(recorded, alone)
     assert has_same_weights(verified, alone)
@@ -106,7 +119,9 @@ def test_a_fault_is_named_as_on_the_host_and_nobody_disturbs_the_training(tmp_pa
         with place, pytest.raises(DivergenceError) as caught:
             fit(tmp_path, callback, Faulty)
         verdict = caught.value.verdict
-        found.append((verdict.first_divergence, verdict.origins, verdict.cause, verdict.explanation))
+        found.append(
+            (verdict.first_divergence, verdict.origins, verdict.cause, verdict.explanation)
+        )
     assert found[0] == found[1]
     assert found[0][0].step == 1
     assert [origin.is_origin for origin in found[0][1]] == [True]
@@ -117,7 +132,8 @@ def files(folder: Path, kind: str) -> list[tuple[dict[str, Any], dict[str, list[
     for file in sorted((folder / "run" / "rank-00000" / kind).rglob("*.safetensors")):
         with safe_open(file, framework="pt") as held:
             entries = json.loads(held.metadata()["det_callbacks"])["entries"]
-            found.append((entries, {key: held.get_tensor(key).tolist() for key in held.keys()}))  # noqa: SIM118  # no mapping
+            # no mapping
+            found.append((entries, {key: held.get_tensor(key).tolist() for key in held.keys()}))  # noqa: SIM118
     return found
 
 
@@ -134,8 +150,15 @@ def test_what_is_written_is_what_the_host_writes_and_nothing_waits_for_it(tmp_pa
             verdict, verified = verify(tmp_path / name)
         assert (device.waits, device.num_watched) == ([], 8)
         assert (verdict.verdict, verdict.counts.sites_differing) == ("match", 0)
-        replayed = {name: (entry["count"], entry["differing"]) for name, entry in verdict.coverage.replayed.items()}
-        assert replayed == {"planted.noisy_.default": (4, 4), "noise": (4, 4), "grad of hidden": (4, 4)}
+        replayed = {
+            name: (entry["count"], entry["differing"])
+            for name, entry in verdict.coverage.replayed.items()
+        }
+        assert replayed == {
+            "planted.noisy_.default": (4, 4),
+            "noise": (4, 4),
+            "grad of hidden": (4, 4),
+        }
         assert has_same_weights(recorded, verified)
     runs = [Run.open(tmp_path / name / "run") for name in names]
     for step in range(4):
@@ -153,7 +176,9 @@ def test_what_is_written_is_what_the_host_writes_and_nothing_waits_for_it(tmp_pa
         assert [tensors for _, tensors in masked_files] == [tensors for _, tensors in host_files]
     rows = []
     for run in runs:
-        evidence = read_evidence(evidence_path(stream_path(run.path, 0, 0, 0)), run_id=run.manifest.run_id)
+        evidence = read_evidence(
+            evidence_path(stream_path(run.path, 0, 0, 0)), run_id=run.manifest.run_id
+        )
         rows.append([row.value for row in evidence if row.kind == "loaded"])
     assert len(rows[0]) == 4
     assert rows[1] == rows[0] == [value ^ (2**64 - 1) for value in rows[2]]

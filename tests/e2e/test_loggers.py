@@ -1,4 +1,6 @@
-"""What a Trainer's loggers and progress bars show of a run, and that the training does not notice."""
+"""What a Trainer's loggers and progress bars show of a run,
+and that the training does not notice.
+"""
 
 import random
 import re
@@ -14,7 +16,12 @@ import numpy as np
 import pytest
 import torch
 from fits import Fit, Steady, StopError
-from lightning.pytorch.callbacks import LambdaCallback, ProgressBar, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import (
+    LambdaCallback,
+    ProgressBar,
+    RichProgressBar,
+    TQDMProgressBar,
+)
 from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from trainers import LIGHTNING_ADVICE
 
@@ -33,11 +40,15 @@ class Logging(Steady):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         self.log("loss", loss, prog_bar=True)
-        return loss * 2 if self.trainer.fit_loop.epoch_loop.total_batch_idx == self.factor_at else loss
+        return (
+            loss * 2 if self.trainer.fit_loop.epoch_loop.total_batch_idx == self.factor_at else loss
+        )
 
 
 class FloatsOnly(Logger):
-    """Takes nothing but floats; if asked to, draws from every generator and computes whenever it is called."""
+    """Takes nothing but floats; if asked to, draws from every generator and
+    computes whenever it is called.
+    """
 
     name = version = "floats"
 
@@ -47,7 +58,9 @@ class FloatsOnly(Logger):
         self.logged: list[tuple[int, dict[str, float]]] = []
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        assert all(type(value) is float for name, value in metrics.items() if name != "epoch"), metrics
+        assert all(type(value) is float for name, value in metrics.items() if name != "epoch"), (
+            metrics
+        )
         for draw in self._draws:
             draw()
         self.logged.append((step, dict(metrics)))
@@ -73,7 +86,9 @@ def reference(tmp_path_factory: Any) -> Path:
     path = tmp_path_factory.mktemp("reference") / "run"
     logger = FloatsOnly()
     trainer = fit(DeterminismCallback(path, mode="record", level="state"), logger=logger).trainer
-    assert [(step, set(row)) for step, row in logger.ours()] == [(at, {*COMMON, "steps_recorded"}) for at in (2, 5, 7)]
+    assert [(step, set(row)) for step, row in logger.ours()] == [
+        (at, {*COMMON, "steps_recorded"}) for at in (2, 5, 7)
+    ]
     names = {*trainer.callback_metrics, *trainer.logged_metrics, *trainer.progress_bar_metrics}
     assert "loss" in names
     assert not [name for name in names if "determinism" in name], "nothing of it can be monitored"
@@ -91,7 +106,14 @@ def test_loggers_get_numbers_that_a_plot_of_32_bit_floats_holds_and_stores_the_v
         monkeypatch.setattr(kind, "__init__", lambda self: None)
         monkeypatch.setattr(kind, "experiment", SimpleNamespace(log_artifact=note, add_text=note))
         monkeypatch.setattr(kind, "save_dir", str(tmp_path))
-        for name in ("log_metrics", "log_hyperparams", "log_graph", "save", "finalize", "after_save_checkpoint"):
+        for name in (
+            "log_metrics",
+            "log_hyperparams",
+            "log_graph",
+            "save",
+            "finalize",
+            "after_save_checkpoint",
+        ):
             monkeypatch.setattr(kind, name, lambda *args, **options: None)
     monkeypatch.setattr(MLFlowLogger, "run_id", "run7")
     floats, current = FloatsOnly(), tmp_path / "current"
@@ -100,16 +122,27 @@ def test_loggers_get_numbers_that_a_plot_of_32_bit_floats_holds_and_stores_the_v
         loggers = [floats, *(cast(Any, kind)() for kind in stores)]
         fit(callback, logger=loggers, factor_at=factor_at, default_root_dir=tmp_path)
     verdict: Any = callback.verdict
-    files = [current / name for name in ("verdict.json", "report.html")[: 1 if factor_at is None else 2]]
+    files = [
+        current / name for name in ("verdict.json", "report.html")[: 1 if factor_at is None else 2]
+    ]
     assert given == [
         *((str(file), f"determinism-{file.stem}", "determinism") for file in files),
         *(("run7", str(file), "determinism") for file in files),
         ("determinism/verdict", f"{verdict.verdict}: {verdict.explanation}", 7),
     ]
-    assert [(step, row["steps_verified"]) for step, row in floats.ours()] == [(2, 3), (5, 6), (7, 8)]
+    assert [(step, row["steps_verified"]) for step, row in floats.ours()] == [
+        (2, 3),
+        (5, 6),
+        (7, 8),
+    ]
     first, second, last = (row for _, row in floats.ours())
-    chains = [Run.open(reference).rank(0).chain(0, step) >> 40 for step in (2, 5, 7)]  # every third, the last
-    assert (set(first), first["chain"], first["differing"]) == ({*COMMON, "steps_verified"}, chains[0], 0)
+    # every third, the last
+    chains = [Run.open(reference).rank(0).chain(0, step) >> 40 for step in (2, 5, 7)]
+    assert (set(first), first["chain"], first["differing"]) == (
+        {*COMMON, "steps_verified"},
+        chains[0],
+        0,
+    )
     if factor_at is None:
         assert [second["chain"], last["chain"]] == chains[1:]
         assert (last["differing"], last["sites"]) == (0, verdict.counts.sites_compared)
@@ -122,12 +155,22 @@ def test_loggers_get_numbers_that_a_plot_of_32_bit_floats_holds_and_stores_the_v
 
 def states(trained: Fit) -> dict[str, Any]:
     weights = {name: value.numpy().tobytes() for name, value in trained.model.state_dict().items()}
-    generators = [random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state().numpy().tobytes()]
-    return {**weights, "generators": generators, "loss": trained.trainer.callback_metrics["loss"].item()}
+    generators = [
+        random.getstate(),
+        np.random.get_state()[1].tobytes(),
+        torch.get_rng_state().numpy().tobytes(),
+    ]
+    return {
+        **weights,
+        "generators": generators,
+        "loss": trained.trainer.callback_metrics["loss"].item(),
+    }
 
 
 def test_logging_changes_no_bit_and_is_not_in_the_trace(tmp_path):
-    """With a logger that draws and computes: those draws of its own that the user asked for stay."""
+    """With a logger that draws and computes: those draws of its own that the
+    user asked for stay.
+    """
     options: dict[str, Any] = {"log_every_n_steps": 1, "max_epochs": 1}
     plain = states(fit(logger=FloatsOnly(draws=True), **options))
     chains = []
@@ -143,13 +186,18 @@ def test_logging_changes_no_bit_and_is_not_in_the_trace(tmp_path):
 @pytest.mark.parametrize(
     ("options", "rows"),
     [
-        ({"log_every_n_steps": 2, "accumulate_grad_batches": 2}, [(1, 4), (3, 8)]),  # 8 batches, 4 optimizer steps
+        # 8 batches, 4 optimizer steps
+        ({"log_every_n_steps": 2, "accumulate_grad_batches": 2}, [(1, 4), (3, 8)]),
         ({"log_every_n_steps": 0, "max_epochs": 1}, [(3, 4)]),  # at the end
     ],
 )
 def test_it_is_logged_when_and_where_the_trainer_logs(options, rows, tmp_path):
     logger = FloatsOnly()
-    fit(DeterminismCallback(tmp_path / "run", mode="record", level="state"), logger=logger, **options)
+    fit(
+        DeterminismCallback(tmp_path / "run", mode="record", level="state"),
+        logger=logger,
+        **options,
+    )
     if options["log_every_n_steps"]:
         assert [step for step, row in logger.logged if "loss" in row] == [step for step, _ in rows]
     assert [(step, row["steps_recorded"]) for step, row in logger.ours()] == rows
@@ -159,7 +207,9 @@ CONTROL = r"(?:\x1b\[[^A-Za-z]*[A-Za-z])"
 """A change of colour, or a move of the cursor."""
 
 
-@pytest.mark.parametrize("bar", [TQDMProgressBar, pytest.param(RichProgressBar, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "bar", [TQDMProgressBar, pytest.param(RichProgressBar, marks=pytest.mark.slow)]
+)
 def test_our_line_is_whole_and_the_bar_says_how_far_it_is(bar, tmp_path, monkeypatch, capsys):
     """At a terminal of 60 rows and 600 columns."""
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
@@ -180,8 +230,8 @@ def test_our_line_is_whole_and_the_bar_says_how_far_it_is(bar, tmp_path, monkeyp
     see(DeterminismCallback(run, mode="record", level="state"), bar())
     line, drawn = see(DeterminismCallback(run, current=current), bar())
     assert line == (
-        f"det_callbacks: match: verified 8 steps, 369 sites at level state, 2 metrics, against {run} "
-        f"(verdict: {current})"
+        "det_callbacks: match: verified 8 steps, 369 sites at level state, 2 metrics, against "
+        f"{run} (verdict: {current})"
     )
     assert re.search(r"determinism[=:] ?8 steps match", drawn)
     assert "loss" in drawn
@@ -203,7 +253,8 @@ def test_what_a_user_shows_stays(tmp_path):
 
     shown: list[dict[str, Any]] = []
     stopping = LambdaCallback(on_train_batch_end=stop)
-    for bar in (Own(refresh_rate=0), ProgressBar()):  # the second is none of Lightning's, and need not take text
+    # the second is none of Lightning's, and need not take text
+    for bar in (Own(refresh_rate=0), ProgressBar()):
         callback = DeterminismCallback(tmp_path / type(bar).__name__, mode="record", level="state")
         with pytest.raises(StopError):
             fit(bar, callback, stopping, enable_progress_bar=True)

@@ -17,7 +17,9 @@ def phases(folder: Path, step: int = 1) -> dict[str, Counter[str]]:
     found: dict[str, Counter[str]] = {}
     for site in Run.open(folder).view(0, 0, step).program.sites:
         if site.role == "output" and not site.output:
-            found.setdefault(site.phase, Counter())[site.op.split(".")[1] if site.op else site.name or ""] += 1
+            found.setdefault(site.phase, Counter())[
+                site.op.split(".")[1] if site.op else site.name or ""
+            ] += 1
     return found
 
 
@@ -37,11 +39,17 @@ def test_phases_are_told_by_torch_and_the_loss_is_what_backward_is_called_on(tmp
     scaled = phases(tmp_path / "scaled")
     assert any("unscale" in op for op in scaled["gradient"])
     names = [site.name for site in Run.open(tmp_path / "scaled").view(0, 0, 1).program.sites]
-    assert (names.count("loss"), "grad of last.bias" in names, "exp_avg of last.bias" in names) == (1, True, True)
+    assert (names.count("loss"), "grad of last.bias" in names, "exp_avg of last.bias" in names) == (
+        1,
+        True,
+        True,
+    )
 
 
 @pytest.mark.parametrize("optimizer", ["plain", "closure"])
-def test_what_follows_an_update_is_neither_gradient_nor_forward_until_a_module_is_called(optimizer, tmp_path):
+def test_what_follows_an_update_is_neither_gradient_nor_forward_until_a_module_is_called(
+    optimizer, tmp_path
+):
     """A recording and an audit agree, so that what an audit finds can be replayed."""
 
     class Averaged(STYLES[optimizer]):  # type: ignore[misc]
@@ -54,15 +62,23 @@ def test_what_follows_an_update_is_neither_gradient_nor_forward_until_a_module_i
     found = phases(tmp_path / "run")
     assert [phase for phase in found if "noisy_" in found[phase]] == ["other"]
     assert not {"addmm", "native_batch_norm"} & {*found["other"], *found.get("gradient", {})}
-    arguments: dict[str, Any] = {"mode": "audit", "current": tmp_path / "audit", "on_divergence": "warn"}
+    arguments: dict[str, Any] = {
+        "mode": "audit",
+        "current": tmp_path / "audit",
+        "on_divergence": "warn",
+    }
     with pytest.warns(DivergenceWarning):
         _, audited = train(Averaged, None, **arguments)  # type: ignore[arg-type]
-    assert {one.phase for one in audited.audit_report.findings if one.op == "planted.noisy_.default"} == {"other"}
+    assert {
+        one.phase for one in audited.audit_report.findings if one.op == "planted.noisy_.default"
+    } == {"other"}
 
 
 def test_a_batch_that_is_loaded_within_a_step_is_recorded_and_ends_the_gradients(tmp_path):
     loop = Loop()
-    with TrainingRun(tmp_path / "run", mode="record", model=loop.model, optimizers=loop.optimizers) as run:
+    with TrainingRun(
+        tmp_path / "run", mode="record", model=loop.model, optimizers=loop.optimizers
+    ) as run:
         batches = run.batches(loop.loader)
         for first in batches:
             with run.step(first):

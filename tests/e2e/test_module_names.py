@@ -15,7 +15,16 @@ from det_callbacks.runs.store import Run
 pytestmark = LIGHTNING_ADVICE
 
 pl = pytest.importorskip("lightning.pytorch")
-NAMES = ("Layer 0", "mean of all", "a/b", "a:b", "generator on cpu", "out[0]", "it's", "grad of output")
+NAMES = (
+    "Layer 0",
+    "mean of all",
+    "a/b",
+    "a:b",
+    "generator on cpu",
+    "out[0]",
+    "it's",
+    "grad of output",
+)
 
 
 class Named(pl.LightningModule):
@@ -39,7 +48,9 @@ def fit(callback: Any, model: Any) -> None:
     torch.manual_seed(0)
     model = model()
     torch.manual_seed(1)
-    quiet_trainer(callback, max_epochs=1).fit(model, DataLoader(TensorDataset(torch.randn(16, 3)), 4))
+    quiet_trainer(callback, max_epochs=1).fit(
+        model, DataLoader(TensorDataset(torch.randn(16, 3)), 4)
+    )
 
 
 @pytest.mark.parametrize("level", ["op", "state"])
@@ -53,7 +64,9 @@ def test_every_tensor_has_its_own_module(level, tmp_path):
         assert {site.module for site in sites} - {"?"} <= modules
         for name in NAMES:
             weight = f"net.{name}.0.weight"
-            named = {site.name: site.module for site in sites if site.name and site.name.endswith(weight)}
+            named = {
+                site.name: site.module for site in sites if site.name and site.name.endswith(weight)
+            }
             wanted = {weight, f"grad of {weight}", f"exp_avg of {weight}"}
             assert wanted <= named.keys()
             assert {named[one] for one in wanted} == {f"net.{name}.0"}

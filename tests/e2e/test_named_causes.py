@@ -23,9 +23,11 @@ from det_callbacks.verdict import Verdict
 
 pytestmark = [
     LIGHTNING_ADVICE,
-    pytest.mark.filterwarnings("ignore:.training_step. returned .None.:UserWarning"),  # Lightning's, of a planted fault
+    # Lightning's, of a planted fault
+    pytest.mark.filterwarnings("ignore:.training_step. returned .None.:UserWarning"),
     # workers are forked from a process with threads, which Python 3.12 warns of
-    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),  # Python's, of processes that are forked here
+    # Python's, of processes that are forked here
+    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
 ]
 
 
@@ -62,9 +64,20 @@ class Training:
         pl.seed_everything(self.seed, verbose=False)
         module = Module(self)
         callback = DeterminismCallback(reference, mode=mode, **arguments)
-        options = {"max_steps": STEPS, "max_epochs": None, "val_check_interval": 3, "num_sanity_val_steps": 0}
-        callbacks = (*(make() for make in self.first_callbacks), callback, *(make() for make in self.callbacks))
-        trainer = quiet_trainer(*callbacks, default_root_dir=reference.parent, **{**options, **self.trainer})
+        options = {
+            "max_steps": STEPS,
+            "max_epochs": None,
+            "val_check_interval": 3,
+            "num_sanity_val_steps": 0,
+        }
+        callbacks = (
+            *(make() for make in self.first_callbacks),
+            callback,
+            *(make() for make in self.callbacks),
+        )
+        trainer = quiet_trainer(
+            *callbacks, default_root_dir=reference.parent, **{**options, **self.trainer}
+        )
         trainer.fit(module, *self.loaders())
 
     def record(self, reference: Path) -> Path:
@@ -78,8 +91,12 @@ class Training:
 
     def loaders(self) -> tuple[DataLoader[Any], DataLoader[Any]]:
         data = Listed(self)
-        generator = None if self.shuffle_seed is None else torch.Generator().manual_seed(self.shuffle_seed)
-        train = DataLoader(data, self.batch_size, shuffle=True, generator=generator, num_workers=self.num_workers)
+        generator = (
+            None if self.shuffle_seed is None else torch.Generator().manual_seed(self.shuffle_seed)
+        )
+        train = DataLoader(
+            data, self.batch_size, shuffle=True, generator=generator, num_workers=self.num_workers
+        )
         return train, DataLoader(Listed(replace(self, augment="none")), 2 * BATCH)
 
 
@@ -116,7 +133,13 @@ class Module(pl.LightningModule):
         super().__init__()
         self.save_hyperparameters({"dropout": training.dropout})
         self.made_of = training
-        layers = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(training.dropout)
+        layers = (
+            nn.Conv2d(1, 4, 3, padding=1),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Dropout(training.dropout),
+        )
         self.net = nn.Sequential(*layers, nn.Linear(256, 10))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
@@ -138,7 +161,11 @@ class Module(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        return ([optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]) if self.made_of.scheduler else optimizer
+        return (
+            ([optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)])
+            if self.made_of.scheduler
+            else optimizer
+        )
 
 
 def unwritten(left: int) -> Tensor:
@@ -167,7 +194,9 @@ class ChangesRate(pl.Callback):
 class SanityCheckInTrainingMode(pl.Callback):
     """Moves the statistics of the BatchNorm in the sanity check of one run."""
 
-    def on_validation_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+    def on_validation_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
+    ) -> None:
         if trainer.sanity_checking:
             pl_module.train()
 
@@ -219,8 +248,12 @@ class WritesBetweenPasses(pl.Callback):
             pl_module.net[-1].weight.detach().numpy()[0] += 1
 
 
-def planted(cause: str, *says: str, base: Any = None, **change: Any) -> tuple[str, tuple[str, ...], Any, Any]:
-    """One thing that differs: the cause, text of the explanation or the evidence ("!": not), what the reference has."""
+def planted(
+    cause: str, *says: str, base: Any = None, **change: Any
+) -> tuple[str, tuple[str, ...], Any, Any]:
+    """One thing that differs: the cause, text of the explanation or the evidence ("!": not),
+    what the reference has.
+    """
     return cause, says, base or {}, change
 
 
@@ -229,10 +262,13 @@ FAULTS = {
     "another seed": planted(
         "initial_weights",
         "initial state: 4 of 9 tensors differ, all that are not constant",
-        "the generator numpy had a different state when the fit started, and no recorded step has drawn from it yet",
+        "the generator numpy had a different state when the fit started, and no recorded step has "
+        "drawn from it yet",
         seed=77,
     ),
-    "loaded weights": planted("initial_weights", "The code, the loaded weights or", callbacks=(LoadsWeights,)),
+    "loaded weights": planted(
+        "initial_weights", "The code, the loaded weights or", callbacks=(LoadsWeights,)
+    ),
     "shuffle with another seed": planted(
         "data_order",
         "Give the shuffle the same seed",
@@ -269,18 +305,23 @@ FAULTS = {
     ),
     "another batch size": planted(
         "settings",
-        "batch_size of train_dataloader is 16 in the reference and 32 in the current run, so use the reference's batch",
+        "batch_size of train_dataloader is 16 in the reference and 32 in the current run, so use "
+        "the reference's batch",
         "the same indices, for batches of a different size",
         "!nowhere",
         "!drew other",
         batch_size=32,
     ),
     "validation draws": planted(
-        "rng", "torch.cpu matches before validation", ": a different number of draws", draws_in_validation=True
+        "rng",
+        "torch.cpu matches before validation",
+        ": a different number of draws",
+        draws_in_validation=True,
     ),
     "validation at other steps": planted(
         "settings",
-        "trainer.val_check_interval is 3 in the reference and 6 in the current run, which explains the first",
+        "trainer.val_check_interval is 3 in the reference and 6 in the current run, which explains "
+        "the first",
         "Step 3: the generator state differs (torch.cpu)",
         "!draws from the generator",
         trainer={"val_check_interval": 6},
@@ -294,17 +335,21 @@ FAULTS = {
     "callback before ours draws": planted(
         "rng", "matches after backward of step 0", first_callbacks=(DrawsAtBatchEnd,)
     ),
-    "a step without a loss": planted("forward", "Step 2, forward: ", " only in the reference", skips=True),
+    "a step without a loss": planted(
+        "forward", "Step 2, forward: ", " only in the reference", skips=True
+    ),
     "dropout": planted(
         "settings",
-        "hparams.dropout is 0.0 in the reference and 0.1 in the current run, which explains the first difference",
+        "hparams.dropout is 0.0 in the reference and 0.1 in the current run, which explains the "
+        "first difference",
         "!draws from the generator",
         base={"dropout": 0.0},
         dropout=0.1,
     ),
     "a callback changes the learning rate": planted(
         "optimizer",
-        "From step 4 on, lr of group 0 is 0.01 in the reference and 0.011 in the current run. Step 4",
+        "From step 4 on, lr of group 0 is 0.01 in the reference and 0.011 in the current run. Step "
+        "4",
         callbacks=(ChangesRate,),
     ),
     "a sanity check in training mode": planted(
@@ -325,18 +370,28 @@ FAULTS = {
         base={"augment": "unseeded", "num_workers": 1},
     ),
     "callback draws at the epoch's end": planted(
-        "rng", "the sampler drew different indices", base={"shuffle_seed": None}, callbacks=(DrawsAtEpochEnd,)
+        "rng",
+        "the sampler drew different indices",
+        base={"shuffle_seed": None},
+        callbacks=(DrawsAtEpochEnd,),
     ),
     "validation after other epochs": planted(
         "settings",
-        "trainer.check_val_every_n_epoch is 1 in the reference and 2 in the current run, which explains",
+        "trainer.check_val_every_n_epoch is 1 in the reference and 2 in the current run, which "
+        "explains",
         "Step 6: the batch differs (batch[0] and batch[1])",
         base={"shuffle_seed": None, "trainer": {"val_check_interval": 6}},
         trainer={"val_check_interval": 6, "check_val_every_n_epoch": 2},
     ),
-    "learning rate scheduler": planted("settings", "(none in the reference, StepLR each epoch in", scheduler=True),
-    "gradient clipping": planted("settings", "trainer.gradient_clip_val", trainer={"gradient_clip_val": 0.01}),
-    "accumulation": planted("settings", "accumulate_grad_batches (1", trainer={"accumulate_grad_batches": 2}),
+    "learning rate scheduler": planted(
+        "settings", "(none in the reference, StepLR each epoch in", scheduler=True
+    ),
+    "gradient clipping": planted(
+        "settings", "trainer.gradient_clip_val", trainer={"gradient_clip_val": 0.01}
+    ),
+    "accumulation": planted(
+        "settings", "accumulate_grad_batches (1", trainer={"accumulate_grad_batches": 2}
+    ),
 }
 EVERYDAY, SELDOM = [*FAULTS][:16], [*FAULTS][16:]
 
@@ -345,7 +400,8 @@ WRITES = {
     "a weight between steps": planted("external_write", callbacks=(WritesAfterBatch,)),
     "a buffer before the step": planted(
         "external_write",
-        f"Step 4: {UNSEEN}, a callback between steps) changed net.1.running_mean between the end of step 3 and",
+        f"Step 4: {UNSEEN}, a callback between steps) changed net.1.running_mean between the end "
+        "of step 3 and",
         "; WritesStatistics.on_train_batch_start ran in between",
         callbacks=(WritesStatistics,),
     ),
@@ -357,7 +413,8 @@ WRITES = {
     ),
     "a weight at the end of the step": planted(
         "external_write",
-        f"Step 3: {UNSEEN}) changed net.5.bias during the step; WritesAfterBatch.on_train_batch_end ran after",
+        f"Step 3: {UNSEEN}) changed net.5.bias during the step; "
+        "WritesAfterBatch.on_train_batch_end ran after",
         first_callbacks=(WritesAfterBatch,),
     ),
     "a gradient": planted(
@@ -411,4 +468,6 @@ def test_the_cause_of_a_planted_fault_is_named(level, name, record, tmp_path):
     verdict = replace(training, **change).verify(record(training), current=tmp_path / "current")
     assert (verdict.verdict, verdict.cause) == ("diverged", cause), verdict.explanation
     said = "\n".join((verdict.explanation, *verdict.evidence))
-    assert not [part for part in says if (part.removeprefix("!") in said) is part.startswith("!")], said
+    assert not [
+        part for part in says if (part.removeprefix("!") in said) is part.startswith("!")
+    ], said

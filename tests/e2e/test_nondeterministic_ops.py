@@ -1,4 +1,5 @@
-"""Ops without a deterministic implementation: named with module and line, refused, let through or warned of.
+"""Ops without a deterministic implementation: named with module and line, refused,
+let through or warned of.
 
 ``Tensor.put_`` without accumulation is such an op on the CPU.
 """
@@ -69,7 +70,8 @@ class Model(Classifier):
         return self.last(self.decoder(inputs))
 
     def test_step(self, batch, batch_idx):
-        self.log("tested", self.training_step(batch, batch_idx))  # a test that logs nothing is refused
+        # a test that logs nothing is refused
+        self.log("tested", self.training_step(batch, batch_idx))
 
 
 def settings(algorithms: str = "error", *allow: str) -> DeterminismSettings:
@@ -82,7 +84,9 @@ def train(function: Any, *callbacks: pl.Callback, stage: str = "fit") -> Model:
     return model
 
 
-def watched(folder: Path, function: Any, wanted: Any, *, level: str = "op", stage: str = "fit") -> Model:
+def watched(
+    folder: Path, function: Any, wanted: Any, *, level: str = "op", stage: str = "fit"
+) -> Model:
     with enforce_determinism(wanted):
         flags, filters = torch.get_deterministic_debug_mode(), list(warnings.filters)
         try:
@@ -108,7 +112,8 @@ def test_backward_of_torch_and_of_a_hook(function, level, op, module, line, tmp_
 
 
 @pytest.mark.parametrize(
-    ("function", "level", "stage"), [(in_forward, "op", "fit"), (in_backward, "state", "fit"), (put, "op", "test")]
+    ("function", "level", "stage"),
+    [(in_forward, "op", "fit"), (in_backward, "state", "fit"), (put, "op", "test")],
 )
 def test_it_is_refused_let_through_or_warned_of(function, level, stage, tmp_path, recwarn):
     def heard(category: type[Warning], text: str) -> list[str]:
@@ -139,7 +144,9 @@ def test_it_is_refused_let_through_or_warned_of(function, level, stage, tmp_path
     if stage == "fit":
         assert not (tmp_path / "refused" / "run.json").exists()
         for name in ("allowed", "warned"):
-            (found,) = json.loads((tmp_path / name / "rank-00000" / "nondeterministic_ops.json").read_text())
+            (found,) = json.loads(
+                (tmp_path / name / "rank-00000" / "nondeterministic_ops.json").read_text()
+            )
             assert (found["op"], found["module"], found["phase"]) == (PUT, "decoder", phase)
             assert (found["is_allowed"], found["num_calls"]) == (name == "allowed", 2)
             assert found["source"][0].endswith("in put")

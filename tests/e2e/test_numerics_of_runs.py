@@ -1,4 +1,6 @@
-"""diff --numerics: rounding is told from a change, the change is named where it starts, and nothing is hidden."""
+"""diff --numerics: rounding is told from a change, the change is named where it starts,
+and nothing is hidden.
+"""
 
 import json
 from collections.abc import Callable
@@ -15,7 +17,7 @@ from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import compare_runs
 from det_callbacks.cli import main
-from det_callbacks.compare.nonfinite import first_nonfinite
+from det_callbacks.compare.numbers import first_nonfinite
 from det_callbacks.environment.variables import PERTURB
 from det_callbacks.errors import DivergenceError, SelectionError
 from det_callbacks.runs.store import Run
@@ -28,7 +30,9 @@ ONE_ULP = Training(around=below(op="aten.addmm", module="net.4.up", step=0))
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Return a function that records the first step of a training with all its tensors, each once."""
+    """Return a function that records the first step of a training with all its tensors,
+    each once.
+    """
 
     known = dict[str, Path]()
 
@@ -48,11 +52,20 @@ def test_a_change_is_named_where_it_starts_with_what_it_reads(recorded, tmp_path
     assert main(["diff", *paths, "--numerics", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     numerics = found["numerics"]
-    assert (found["verdict"], numerics["conclusion"], numerics["tolerance"]) == ("diverged", "change", "torch.testing")
+    assert (found["verdict"], numerics["conclusion"], numerics["tolerance"]) == (
+        "diverged",
+        "change",
+        "torch.testing",
+    )
     jump, first = numerics["first_jump"], found["first_divergence"]
     for name in set(first) - {"numbers"}:
         assert jump[name] == first[name], name
-    assert (jump["module"], jump["op"], jump["reads"], jump["within"]) == ("net.4.up", "aten.addmm.default", 0.0, False)
+    assert (jump["module"], jump["op"], jump["reads"], jump["within"]) == (
+        "net.4.up",
+        "aten.addmm.default",
+        0.0,
+        False,
+    )
     assert jump["absolute"] == pytest.approx(1, rel=1e-6)
     assert jump["ulp"] > 10**6
     assert numerics["worst"]["excess"] >= jump["excess"] > 1e4
@@ -61,7 +74,9 @@ def test_a_change_is_named_where_it_starts_with_what_it_reads(recorded, tmp_path
     assert len(beyond) == numerics["num_beyond"] > 50
     assert [site["module"] for site in numerics["sites"] if site["is_start"]] == ["net.4.up"]
     equal = [site for site in numerics["sites"] if site["kind"] == "equal"]
-    assert {(site["ulp"], site["relative"], site["absolute"], site["within"]) for site in equal} == {(0, 0, 0, True)}
+    assert {
+        (site["ulp"], site["relative"], site["absolute"], site["within"]) for site in equal
+    } == {(0, 0, 0, True)}
     assert {"net.3.up"} <= {site["module"] for site in equal if site["phase"] == "forward"}
 
     assert main(["diff", *paths, "--numerics", "--html", str(tmp_path / "page.html")]) == 1
@@ -77,8 +92,15 @@ def test_one_ulp_is_rounding_and_the_verdict_stays(recorded, capsys):
     worst = numerics.worst
     assert worst.excess == max(site.excess for site in numerics.sites if site.kind != "equal")
     # it is the worst by its multiple of the tolerance: another site has more ULPs
-    assert f"Rounding only: the worst is {worst.excess:.3g} x the tolerance (" in words(capsys.readouterr().out)
-    assert (numerics.conclusion, numerics.first_jump, numerics.num_beyond, numerics.jumps) == ("rounding", None, 0, ())
+    assert f"Rounding only: the worst is {worst.excess:.3g} x the tolerance (" in words(
+        capsys.readouterr().out
+    )
+    assert (numerics.conclusion, numerics.first_jump, numerics.num_beyond, numerics.jumps) == (
+        "rounding",
+        None,
+        0,
+        (),
+    )
     first = next(site for site in numerics.sites if site.kind != "equal")
     assert (first.module, first.ulp, first.within, first.reads) == ("net.4.up", 1, True, 0.0)
     assert max(site.growth for site in numerics.sites) < 10
@@ -87,9 +109,16 @@ def test_one_ulp_is_rounding_and_the_verdict_stays(recorded, capsys):
 def test_equal_runs_have_no_difference(recorded, tmp_path):
     verdict = compare_runs(recorded(), Training().record(tmp_path / "run", **ALL), numerics=True)
     numerics = verdict.numerics
-    assert (verdict.exit_code, numerics.conclusion, numerics.worst, numerics.num_differing) == (0, "none", None, 0)
+    assert (verdict.exit_code, numerics.conclusion, numerics.worst, numerics.num_differing) == (
+        0,
+        "none",
+        None,
+        0,
+    )
     assert len(numerics.sites) > 200
-    assert compare_runs(recorded(), tmp_path / "run").to_dict().keys() == verdict.to_dict().keys() - {"numerics"}
+    assert compare_runs(
+        recorded(), tmp_path / "run"
+    ).to_dict().keys() == verdict.to_dict().keys() - {"numerics"}
 
 
 def test_a_sample_of_the_elements_finds_the_same_change_and_is_said(recorded, capsys):
@@ -103,7 +132,8 @@ def test_a_sample_of_the_elements_finds_the_same_change_and_is_said(recorded, ca
     whole, sample = (one.numerics.first_jump for one in verdicts)
     assert sample.num_elements < whole.num_elements == 128
     assert (sample.op, sample.module, sample.step) == (whole.op, whole.module, whole.step)
-    assert sample.relative == pytest.approx(whole.relative, rel=1e-3)  # the size is that of the whole tensor
+    # the size is that of the whole tensor
+    assert sample.relative == pytest.approx(whole.relative, rel=1e-3)
     assert sample.shape == whole.shape == (8, 16)
 
     # one element that differs may be outside of the sample: that is said to differ, too
@@ -124,21 +154,41 @@ def test_recordings_without_tensors_say_how_to_keep_them(recorded, tmp_path, cap
     assert "kept no tensor that both have" in capsys.readouterr().err
     assert main(["diff", str(recorded()), str(recorded(GROSS)), "--tolerance", str(tmp_path)]) == 2
     assert "need --numerics" in capsys.readouterr().err
-    assert main(["diff", str(recorded()), str(recorded(GROSS)), "--numerics", "--tolerance", str(tmp_path)]) == 2
+    assert (
+        main(
+            [
+                "diff",
+                str(recorded()),
+                str(recorded(GROSS)),
+                "--numerics",
+                "--tolerance",
+                str(tmp_path),
+            ]
+        )
+        == 2
+    )
     assert "det-callbacks check --numerics --to" in capsys.readouterr().err
 
 
 def test_a_verification_is_refused_and_the_message_says_what_to_record(tmp_path, capsys):
     torch.manual_seed(0)
     reference = loop(tmp_path / "reference", lambda: nn.Linear(4, 2), torch.ones(3, 4))
-    options: Any = {"mode": "verify", "keep_tensors": None, "only_steps": None, "current": tmp_path / "verified"}
+    options: Any = {
+        "mode": "verify",
+        "keep_tensors": None,
+        "only_steps": None,
+        "current": tmp_path / "verified",
+    }
     with pytest.raises(DivergenceError):
         loop(reference, lambda: nn.Linear(4, 2), torch.zeros(3, 4), **options)
     capsys.readouterr()
     for paths in ((reference, tmp_path / "verified"), (tmp_path / "verified", reference)):
         assert main(["diff", *map(str, paths), "--numerics"]) == 2
         error = capsys.readouterr().err
-        assert f"{tmp_path / 'verified'} is a verification, which keeps only steps that differ" in error
+        assert (
+            f"{tmp_path / 'verified'} is a verification, which keeps only steps that differ"
+            in error
+        )
         assert "kept no tensors" not in error
         assert "det-callbacks record RUN --only-steps 0 --keep '*' -- python train.py" in error
 
@@ -154,16 +204,31 @@ def test_another_op_in_its_place_is_looked_through_and_named(tmp_path, inputs, c
     found = numerics_of(reference, current)
     start, jump = found.jumps[:2]
     assert found.first_jump == start
-    assert (start.op, start.kind, start.phase, start.reads) == ("aten.gelu.default", "extra", "forward", 0.0)
-    assert (start.ulp, start.relative, start.excess, start.num_elements) == (None, None, None, 0), "not measured"
+    assert (start.op, start.kind, start.phase, start.reads) == (
+        "aten.gelu.default",
+        "extra",
+        "forward",
+        0.0,
+    )
+    assert (start.ulp, start.relative, start.excess, start.num_elements) == (None, None, None, 0), (
+        "not measured"
+    )
     assert start not in found.sites
-    assert (found.conclusion, jump.module, jump.op, jump.reads) == ("change", "second", "aten.addmm.default", 2**-23)
+    assert (found.conclusion, jump.module, jump.op, jump.reads) == (
+        "change",
+        "second",
+        "aten.addmm.default",
+        2**-23,
+    )
     assert set(jump.through) == {"aten.relu.default", "aten.gelu.default"}
     assert found.not_compared["only the reference has it"] >= 1
     main(["diff", str(reference), str(current), "--numerics"])
     printed = words(capsys.readouterr().out)
     assert "A real change starts at aten.gelu.default in no submodule at " in printed
-    assert "its inputs come through aten.relu.default and aten.gelu.default, whose outputs were not compared" in printed
+    assert (
+        "its inputs come through aten.relu.default and aten.gelu.default, whose outputs were "
+        "not compared"
+    ) in printed
     assert "inputs differ by" not in printed
 
 
@@ -188,17 +253,23 @@ def test_other_shapes_are_counted_and_the_rest_is_compared(tmp_path, inputs):
     reference = loop(tmp_path / "a", partial(layers, torch.tanh), inputs)
     found = numerics_of(reference, loop(tmp_path / "b", partial(layers, torch.tanh), inputs[:8]))
     assert found.not_compared["of another shape"] >= 3
-    assert {site.shape for site in found.sites if site.kind != "equal"} >= {(8, 8), (4, 8)}  # of the weights
+    # of the weights
+    assert {site.shape for site in found.sites if site.kind != "equal"} >= {(8, 8), (4, 8)}
 
 
-def test_a_weight_that_differs_was_not_kept_so_nothing_says_that_it_is_rounding(tmp_path, inputs, capsys):
+def test_a_weight_that_differs_was_not_kept_so_nothing_says_that_it_is_rounding(
+    tmp_path, inputs, capsys
+):
     def changed() -> nn.Module:
         net = layers(torch.tanh)
         with torch.no_grad():
             net.second.weight.mul_(1.5)
         return net
 
-    paths = [loop(tmp_path / "a", partial(layers, torch.tanh), inputs), loop(tmp_path / "b", changed, inputs)]
+    paths = [
+        loop(tmp_path / "a", partial(layers, torch.tanh), inputs),
+        loop(tmp_path / "b", changed, inputs),
+    ]
     found = numerics_of(*paths)
     assert (found.conclusion, found.first_jump) == ("change", None)
     main(["diff", *map(str, paths), "--numerics"])
@@ -259,14 +330,22 @@ def test_the_first_number_that_is_not_finite_is_named_with_its_line(tmp_path, in
     assert main(["show", str(zero)]) == 0
     shown = words(capsys.readouterr().out)
     line = "test_numerics_of_runs.py:"
-    assert "The first number that is not finite comes from aten.log.default in no submodule at " in shown
+    assert (
+        "The first number that is not finite comes from aten.log.default in no submodule at "
+        in shown
+    )
     assert line in shown
-    assert "(step 0, forward): 16 infinite of 16 elements; its inputs are finite. aten.mul.Tensor in" in shown
+    assert (
+        "(step 0, forward): 16 infinite of 16 elements; its inputs are finite. aten.mul.Tensor in"
+        in shown
+    )
     assert main(["diff", str(finite), str(zero)]) == 1
     assert "current run: The first number that is not finite comes from aten.log.default" in words(
         capsys.readouterr().out
     )
-    found = first_nonfinite(Run.open(loop(tmp_path / "row", partial(Attention, zero=False, is_whole_row=True), inputs)))
+    found = first_nonfinite(
+        Run.open(loop(tmp_path / "row", partial(Attention, zero=False, is_whole_row=True), inputs))
+    )
     assert (found.site.op, found.num_inf, found.num_unknown) == ("aten.masked_fill.Scalar", 136, 0)
     assert found.first_nan.op == "aten._softmax.default"
 
@@ -286,7 +365,9 @@ class Attended(nn.Module):
                 self.qkv_proj = nn.Linear(8, 24)
             with torch.no_grad():
                 for name in ("weight", "bias"):
-                    getattr(self.qkv_proj, name).copy_(torch.cat([getattr(part, name) for part in parts]))
+                    getattr(self.qkv_proj, name).copy_(
+                        torch.cat([getattr(part, name) for part in parts])
+                    )
         else:
             self.to_q, self.to_k, self.to_v = parts
 
@@ -326,14 +407,25 @@ def test_renamed_and_fused_modules_are_mapped_by_a_file(tmp_path, inputs, capsys
     found = numerics_of(reference, port, names=tmp_path / "names.txt")
     modules = {site.module for site in found.sites if site.phase == "forward"}
     assert {"blocks.0", "blocks.1", "blocks.1.qkv_proj", "blocks.2"} <= modules
-    fused = next(site for site in found.sites if site.module == "blocks.1.qkv_proj" and site.phase == "forward")
+    fused = next(
+        site
+        for site in found.sites
+        if site.module == "blocks.1.qkv_proj" and site.phase == "forward"
+    )
     assert (fused.shape, fused.num_elements, fused.ulp <= 4) == ((16, 24), 16 * 24, True)
     assert sum(found.not_compared.values()) < sum(without.not_compared.values())
     assert found.conclusion in ("rounding", "none")
     swapped = tmp_path / "swapped.txt"
-    swapped.write_text("blocks.* -> encoder.*\nblocks.1.qkv_proj -> encoder.1.to_q, encoder.1.to_k, encoder.1.to_v\n")
+    swapped.write_text(
+        "blocks.* -> encoder.*\n"
+        "blocks.1.qkv_proj -> encoder.1.to_q, encoder.1.to_k, encoder.1.to_v\n"
+    )
     back = numerics_of(port, reference, names=swapped)
-    fused = next(site for site in back.sites if site.module == "encoder.1.qkv_proj" and site.phase == "forward")
+    fused = next(
+        site
+        for site in back.sites
+        if site.module == "encoder.1.qkv_proj" and site.phase == "forward"
+    )
     assert fused.num_elements == 16 * 24
 
     changed = numerics_of(reference, wrong, names=tmp_path / "names.txt")
@@ -374,10 +466,18 @@ def test_a_sum_whose_terms_cancel_is_no_jump(tmp_path, inputs):
 
     runs = [
         loop(tmp_path / name, partial(Cancelling, dtype, offset), inputs)
-        for name, dtype, offset in (("a", torch.float32, 0), ("b", torch.bfloat16, 0), ("c", torch.bfloat16, 1))
+        for name, dtype, offset in (
+            ("a", torch.float32, 0),
+            ("b", torch.bfloat16, 0),
+            ("c", torch.bfloat16, 1),
+        )
     ]
     found = numerics_of(runs[0], runs[1])
-    sums = [site for site in found.sites if site.op == "aten.sum.dim_IntList" and site.phase == "forward"]
+    sums = [
+        site
+        for site in found.sites
+        if site.op == "aten.sum.dim_IntList" and site.phase == "forward"
+    ]
     assert sums[0].relative > 10 * sums[0].reads
     assert sums[0].growth < 10
     assert found.conclusion == "rounding"

@@ -45,7 +45,10 @@ class Adapted(nn.Module):
 def line_of(text: str) -> str:
     """Return the place of the line of this file that ends with a text."""
     lines = Path(__file__).read_text().splitlines()
-    return f"{Path(__file__).name}:{1 + next(at for at, line in enumerate(lines) if line.endswith(text))}"
+    return (
+        f"{Path(__file__).name}:"
+        f"{1 + next(at for at, line in enumerate(lines) if line.endswith(text))}"
+    )
 
 
 @pytest.mark.parametrize("is_reference", [False, True])
@@ -59,7 +62,9 @@ def line_of(text: str) -> str:
     ],
     ids=["scaled", "masked", "cast_and_scaled", "adapted"],
 )
-def test_a_change_starts_at_the_op_that_only_one_run_has(changed, line, is_reference, tmp_path, inputs, capsys):
+def test_a_change_starts_at_the_op_that_only_one_run_has(
+    changed, line, is_reference, tmp_path, inputs, capsys
+):
     paths = [
         loop(tmp_path / "a", partial(layers, torch.tanh), inputs),
         loop(tmp_path / "b", lambda: layers(changed()), inputs),
@@ -68,13 +73,20 @@ def test_a_change_starts_at_the_op_that_only_one_run_has(changed, line, is_refer
         paths.reverse()
     side, kind = ("the reference", "missing") if is_reference else ("the current run", "extra")
     start, jump = numerics_of(*paths).jumps[:2]
-    assert (start.op, start.kind, start.phase, jump.op) == ("aten.mul.Tensor", kind, "forward", "aten.addmm.default")
+    assert (start.op, start.kind, start.phase, jump.op) == (
+        "aten.mul.Tensor",
+        kind,
+        "forward",
+        "aten.addmm.default",
+    )
     main(["diff", *map(str, paths), "--numerics"])
     printed = words(capsys.readouterr().out).split("Differing sites")[0]
     assert printed.count("A real change starts at aten.mul.Tensor in ") == 1
     first = printed.split("A real change starts at ")[1]
     assert line_of(line) in first.split(", which only ")[0]
-    assert first.split(", which only ")[1].startswith(f"{side} has; the next op that both have differs: aten.addmm.")
+    assert first.split(", which only ")[1].startswith(
+        f"{side} has; the next op that both have differs: aten.addmm."
+    )
     assert "in second at " in first.split("; the next op")[1]
     assert "inputs differ by" not in first
 
@@ -89,7 +101,10 @@ def test_a_cast_passes_errors_on_and_an_op_with_other_arguments_explains_its_own
     def moved(x: torch.Tensor) -> torch.Tensor:
         return nn.functional.gelu(x * 1, approximate="tanh")
 
-    for reference, current, op in ((steep, cast, "aten.cos.default"), (nn.functional.gelu, moved, "aten.gelu.default")):
+    for reference, current, op in (
+        (steep, cast, "aten.cos.default"),
+        (nn.functional.gelu, moved, "aten.gelu.default"),
+    ):
         paths = [
             loop(tmp_path / op / function.__name__, partial(layers, function), inputs)
             for function in (reference, current)

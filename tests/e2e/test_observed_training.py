@@ -36,9 +36,13 @@ _calls = itertools.count(1)
 
 
 class Calls(Validated):
-    """Hands what its layers give to each other to a function, and batches of validation to another one."""
+    """Hands what its layers give to each other to a function,
+    and batches of validation to another one.
+    """
 
-    def __init__(self, function: Callable[[Tensor, int], Tensor], validated: Callable[[Tensor], object]) -> None:
+    def __init__(
+        self, function: Callable[[Tensor, int], Tensor], validated: Callable[[Tensor], object]
+    ) -> None:
         super().__init__()
         self.function, self.validated = function, validated
 
@@ -82,14 +86,17 @@ def test_observations_are_sites_of_the_run_at_every_level(level, tmp_path):
     sites = recorded(tmp_path, observed, level=level).sites
     found = [(site.phase, site.module, site.op, site.name) for site in sites]
     paths = ("['mean']", "['std'][0]", "['std'][1]", "['std'][2]")
-    assert [place for place in found if "hidden" in (place[3] or "") or "noise" in (place[3] or "")] == [
+    assert [
+        place for place in found if "hidden" in (place[3] or "") or "noise" in (place[3] or "")
+    ] == [
         ("forward", "", "", "after noise"),
         *(("forward", "", "", f"hidden.mean/std{path}") for path in paths),
         ("backward", "", "", "grad of hidden"),
     ]
     assert matching(tmp_path, observed)["after noise"]["differing"] == 0
     if level == "op":
-        with pytest.raises(DivergenceError, match=r"aten\.add_\.Tensor"):  # the noise itself is an op
+        # the noise itself is an op
+        with pytest.raises(DivergenceError, match=r"aten\.add_\.Tensor"):
             matching(tmp_path, partial(observed, is_noisy=True))
 
 
@@ -111,7 +118,9 @@ def with_regions(hidden: Tensor, index: int) -> Tensor:
 @pytest.mark.filterwarnings("ignore:enable_hash_mode records nothing:det_callbacks.CoverageWarning")
 def test_regions_add_ops_and_one_that_is_left_open_goes_on_in_the_next_step(level, tmp_path):
     sites = recorded(tmp_path, with_regions, level=level).sites
-    ops = [site.op for site in sites if site.phase == "forward" and site.role == "output" and site.op]
+    ops = [
+        site.op for site in sites if site.phase == "forward" and site.role == "output" and site.op
+    ]
     own = ["aten.sin.default", "aten.relu.default", "aten.mul.Tensor", "aten.tanh.default"]
     assert [op for op in ops if op in own] == (own if level == "module" else [])
     matching(tmp_path, with_regions)
@@ -120,7 +129,9 @@ def test_regions_add_ops_and_one_that_is_left_open_goes_on_in_the_next_step(leve
 @pytest.mark.parametrize("function", [observe_non_deterministic, observe_non_deterministic_grad])
 def test_what_is_replayed_needs_every_step(function, tmp_path):
     with pytest.raises(SelectionError, match="Record with every_n_steps=1"):
-        recorded(tmp_path, lambda hidden, _: function("hidden", hidden), level="state", every_n_steps=2)
+        recorded(
+            tmp_path, lambda hidden, _: function("hidden", hidden), level="state", every_n_steps=2
+        )
 
 
 def checkpointed(hidden: Tensor, index: int) -> Tensor:
@@ -136,8 +147,13 @@ def checkpointed(hidden: Tensor, index: int) -> Tensor:
 
 
 def test_gradients_in_checkpointed_regions_and_values_outside_of_the_steps(tmp_path):
-    with pytest.warns(CoverageWarning, match="'in validation' was observed outside the steps of the Determinism"):
-        names = [site.name for site in recorded(tmp_path, checkpointed, partial(observe, "in validation")).sites]
+    with pytest.warns(
+        CoverageWarning, match="'in validation' was observed outside the steps of the Determinism"
+    ):
+        names = [
+            site.name
+            for site in recorded(tmp_path, checkpointed, partial(observe, "in validation")).sites
+        ]
     assert [names.count(f"grad of {name}") for name in ("inner", "reentrant")] == [1, 1]
 
 

@@ -1,7 +1,8 @@
-"""A recorded training calls the program's own code as often as an unrecorded one, and ends with the same bits.
+"""A recorded training calls the program's own code as often as an unrecorded one,
+and ends with the same bits.
 
-Each case is one step of a training. ``CALLS`` counts the calls of the program's code, and ``SEEN`` collects what that
-code sees of torch.
+Each case is one step of a training. ``CALLS`` counts the calls of the program's code, and ``SEEN``
+collects what that code sees of torch.
 """
 
 import os
@@ -102,10 +103,22 @@ LEVELS = ("op", "module", "state")
 LOADER = plain_loader()
 
 CASES: dict[str, dict[str, Any]] = {
-    "a lazy mapping": {"step": lambda model, batch: loss_of(model, batch["x"]), "batch": LazyMapping},
-    "a lazy dictionary": {"step": lambda model, batch: loss_of(model, batch["x"]), "batch": lambda x: LazyDict(x=x)},
-    "a lazy sequence": {"step": lambda model, batch: loss_of(model, batch[0]), "batch": LazySequence},
-    "a lazy list": {"step": lambda model, batch: loss_of(model, next(iter(batch))), "batch": lambda x: LazyList([x])},
+    "a lazy mapping": {
+        "step": lambda model, batch: loss_of(model, batch["x"]),
+        "batch": LazyMapping,
+    },
+    "a lazy dictionary": {
+        "step": lambda model, batch: loss_of(model, batch["x"]),
+        "batch": lambda x: LazyDict(x=x),
+    },
+    "a lazy sequence": {
+        "step": lambda model, batch: loss_of(model, batch[0]),
+        "batch": LazySequence,
+    },
+    "a lazy list": {
+        "step": lambda model, batch: loss_of(model, next(iter(batch))),
+        "batch": lambda x: LazyList([x]),
+    },
     "a named tuple": {"step": lambda model, batch: loss_of(model, batch[0]), "batch": Point},
     "properties": {"step": lambda model, batch: loss_of(model, batch.x), "batch": Guarded},
     "descriptors": {"step": lambda model, batch: loss_of(model, batch.x), "batch": Described},
@@ -208,13 +221,16 @@ def fit(case: Mapping[str, Any], *callbacks: DeterminismCallback) -> dict[str, A
     """Train three steps in a Trainer."""
 
     def loop(model: nn.Module, optimizer: Any, loader: Any, step: Step) -> None:
-        batches = Batches(loader) if isinstance(loader, list) else loader  # Lightning takes a list for several loaders
+        # Lightning takes a list for several loaders
+        batches = Batches(loader) if isinstance(loader, list) else loader
         quiet_trainer(*callbacks).fit(Lit(model, optimizer, step), batches)
 
     return outcome(case, loop)
 
 
-def outcome(case: Mapping[str, Any], loop: Callable[[nn.Module, Any, Any, Step], object]) -> dict[str, Any]:
+def outcome(
+    case: Mapping[str, Any], loop: Callable[[nn.Module, Any, Any, Step], object]
+) -> dict[str, Any]:
     """Return all that the program sees of a loop."""
     CALLS.clear()
     SEEN.clear()
@@ -259,8 +275,12 @@ class Stepper(SimpleNamespace):
         return self.mode
 
 
-def in_run(folder: Any, level: str, model: nn.Module, optimizer: Any, **options: Any) -> TrainingRun:
-    return TrainingRun(folder / "run", mode="record", level=level, model=model, optimizers=optimizer, **options)
+def in_run(
+    folder: Any, level: str, model: nn.Module, optimizer: Any, **options: Any
+) -> TrainingRun:
+    return TrainingRun(
+        folder / "run", mode="record", level=level, model=model, optimizers=optimizer, **options
+    )
 
 
 def in_mode(model: nn.Module, _optimizer: Any) -> Stepper:
@@ -301,7 +321,10 @@ def test_a_recorded_training_is_the_same_training(name, how, tmp_path):
 @pytest.mark.parametrize("level", LEVELS)
 def test_what_cannot_be_looked_into_is_counted(level, tmp_path):
     train(CASES["weights of a class that hides them"], partial(in_run, tmp_path, level))
-    assert any(".Hiding" in name for name in Run.open(tmp_path / "run").view(0, 0, 0).program.opaque_regions)
+    assert any(
+        ".Hiding" in name
+        for name in Run.open(tmp_path / "run").view(0, 0, 0).program.opaque_regions
+    )
 
 
 def test_gradients_that_are_batched_are_counted(tmp_path):
@@ -314,9 +337,22 @@ def test_gradients_that_are_batched_are_counted(tmp_path):
     ("name", "level"),
     [
         *(("properties", level) for level in LEVELS),
-        *(("hooks", "module"), ("a function mode", "op"), ("a class of tensors", "op"), ("parametrizations", "state")),
-        *(("a module's methods", "op"), ("an optimizer's methods", "op"), ("a data set and its loader", "op")),
-        *(("torch.jit.trace", "op"), ("a vectorised jacobian", "op"), ("a wrapper without inner tensors", "op")),
+        *(
+            ("hooks", "module"),
+            ("a function mode", "op"),
+            ("a class of tensors", "op"),
+            ("parametrizations", "state"),
+        ),
+        *(
+            ("a module's methods", "op"),
+            ("an optimizer's methods", "op"),
+            ("a data set and its loader", "op"),
+        ),
+        *(
+            ("torch.jit.trace", "op"),
+            ("a vectorised jacobian", "op"),
+            ("a wrapper without inner tensors", "op"),
+        ),
     ],
 )
 def test_a_recorded_fit_is_the_same_fit(name, level, tmp_path):

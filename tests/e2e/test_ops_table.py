@@ -1,4 +1,6 @@
-"""The table of torch's ops: a sample of them is examined again, and the page is made of what was found."""
+"""The table of torch's ops: a sample of them is examined again,
+and the page is made of what was found.
+"""
 
 import importlib
 from concurrent.futures import ProcessPoolExecutor
@@ -21,7 +23,9 @@ def table(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def examined(table: ModuleType, *words: str) -> dict[str, Any]:
-    """Return the results of the recipe in another process: torch's database of ops forbids to set backend flags."""
+    """Return the results of the recipe in another process: torch's database of ops
+    forbids to set backend flags.
+    """
     with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
         results: dict[str, Any] = pool.submit(table.main, ["--device", "cpu", *words]).result()
     return results
@@ -49,10 +53,13 @@ def test_the_page_is_made_of_the_results_that_are_there(table):
 def test_a_sample_of_the_ops_says_what_the_page_says(table):
     results = examined(table, "--sample", "60")
     assert sum(bool(one["samples"]) for one in results.values()) >= 50
-    assert not any("run" in one["found"] for one in results.values()), "an op on one thread did not repeat itself"
+    assert not any("run" in one["found"] for one in results.values()), (
+        "an op on one thread did not repeat itself"
+    )
     stored = table.stored()["cpu"]
     if stored["torch"] == torch.__version__:
-        for name, one in results.items():  # threads take their turns by chance, and addresses are the allocator's
+        # threads take their turns by chance, and addresses are the allocator's
+        for name, one in results.items():
             assert ("memory" in one["found"]) == ("memory" in stored["ops"][name]["found"]), name
 
 

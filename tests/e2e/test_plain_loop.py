@@ -30,7 +30,7 @@ from det_callbacks import (
 from det_callbacks.runs.metrics import read_metrics
 from det_callbacks.runs.store import Run
 from det_callbacks.settings.generators import GeneratorStates
-from det_callbacks.training.metrics import metric_of
+from det_callbacks.training.evidence import metric_of
 
 STEPS = 6
 
@@ -58,7 +58,11 @@ def test_a_loop_matches_itself_and_a_fault_is_located(level, tmp_path, capsys):
     verdict = caught.value.verdict
     first = verdict.first_divergence
     # at level op the number is an argument; the weights of the step are those that the step leaves
-    wanted = {"op": ("forward", "argument"), "module": ("forward", "content"), "state": ("forward", "content")}[level]
+    wanted = {
+        "op": ("forward", "argument"),
+        "module": ("forward", "content"),
+        "state": ("forward", "content"),
+    }[level]
     assert (first.step, first.phase, first.kind) == (2, *wanted)
     assert first.name == ("loss" if level == "state" else first.name)
 
@@ -90,7 +94,9 @@ def test_an_activation_and_a_batch_are_among_what_numpy_may_have_changed(referen
 
     class WritesAnActivation(Loop):
         def train_step(self, batch: Any) -> None:
-            hook = self.model.get_submodule("drop").register_forward_hook(lambda *given: increment(given[-1]))
+            hook = self.model.get_submodule("drop").register_forward_hook(
+                lambda *given: increment(given[-1])
+            )
             if self.num_done != 2:
                 hook.remove()
             super().train_step(batch)
@@ -122,7 +128,9 @@ def test_a_seed_within_a_step_is_no_difference_that_the_step_started_with(refere
 def test_a_loop_without_batches_or_a_batch_is_recorded_too(tmp_path):
     def run_it(**options: Any) -> TrainingRun:
         loop = Loop()
-        with TrainingRun(tmp_path / "run", model=loop.model, optimizers=loop.optimizers[0], **options) as run:
+        with TrainingRun(
+            tmp_path / "run", model=loop.model, optimizers=loop.optimizers[0], **options
+        ) as run:
             for batch in loop.loader:
                 with run.step():
                     loop.train_step(batch)
@@ -143,7 +151,9 @@ def test_blocks_in_a_row_are_parts_of_one_run(tmp_path, capsys):
         return run
 
     run_it(mode="record")
-    assert [len(Run.open(tmp_path / "run").rank(0).steps(segment)) for segment in range(2)] == [STEPS] * 2
+    assert [len(Run.open(tmp_path / "run").rank(0).steps(segment)) for segment in range(2)] == [
+        STEPS
+    ] * 2
     verdict = run_it(current=tmp_path / "current").verdict
     assert (verdict.verdict, verdict.counts.steps_compared) == ("match", 2 * STEPS)
     capsys.readouterr()
@@ -154,7 +164,9 @@ def test_blocks_in_a_row_are_parts_of_one_run(tmp_path, capsys):
 def test_what_is_logged_is_compared_by_name(tmp_path):
     def run_it(value: float, at: int = 2, **options: Any) -> TrainingRun:
         loop = Loop()
-        with TrainingRun(tmp_path / "run", model=loop.model, optimizers=loop.optimizers, **options) as run:
+        with TrainingRun(
+            tmp_path / "run", model=loop.model, optimizers=loop.optimizers, **options
+        ) as run:
             for number, batch in enumerate(run.batches(loop.loader)):
                 with run.step(batch):
                     loop.train_step(batch)
@@ -170,7 +182,9 @@ def test_what_is_logged_is_compared_by_name(tmp_path):
     ]
     verdict = run_it(0.5, current=tmp_path / "same").verdict
     assert (verdict.verdict, verdict.coverage.metrics) == ("match", STEPS + 2)
-    with pytest.raises(DivergenceError, match=r"Metric val_loss logged after step 2 differs: 0\.5") as caught:
+    with pytest.raises(
+        DivergenceError, match=r"Metric val_loss logged after step 2 differs: 0\.5"
+    ) as caught:
         run_it(0.25, current=tmp_path / "other")
     with pytest.raises(DivergenceError, match=r"val_loss"):  # a Python float has 64 bits
         run_it(0.5 + 1e-15, current=tmp_path / "near")
@@ -178,11 +192,15 @@ def test_what_is_logged_is_compared_by_name(tmp_path):
     with pytest.raises(DivergenceError, match=r"val_loss"):  # at another step
         run_it(0.5, at=3, current=tmp_path / "later")
     loop = Loop()
-    run = TrainingRun(tmp_path / "run2", mode="record", model=loop.model, optimizers=loop.optimizers)
+    run = TrainingRun(
+        tmp_path / "run2", mode="record", model=loop.model, optimizers=loop.optimizers
+    )
     with pytest.raises(SelectionError, match="'loss' was logged twice after step 5"):
         log_after(run, loop, ("loss", 1.0), ("loss", 2.0))
     assert metric_of(2**63).digest != metric_of(2**63 + 1).digest
-    run = TrainingRun(tmp_path / "run3", mode="record", model=loop.model, optimizers=loop.optimizers)
+    run = TrainingRun(
+        tmp_path / "run3", mode="record", model=loop.model, optimizers=loop.optimizers
+    )
     with pytest.raises(SelectionError, match=r"log takes a number or a tensor; 'text' is a str"):
         log_after(run, loop, ("text", "x"))
 
@@ -208,7 +226,9 @@ def test_a_loop_that_goes_on_from_its_own_checkpoint_is_compared_from_there_on(r
         if with_optimizer:
             loop.optimizers[0].load_state_dict(saved["optimizer"])
         states.restore({})
-        run = TrainingRun(reference, model=loop.model, optimizers=loop.optimizers, **options).resume_from(3)
+        run = TrainingRun(
+            reference, model=loop.model, optimizers=loop.optimizers, **options
+        ).resume_from(3)
         with run:
             for batch in run.batches(batches):
                 with run.step(batch):
@@ -235,7 +255,9 @@ def test_a_recording_goes_on_from_a_step(tmp_path):
     with pytest.raises(MemoryError):
         fail_after_three_steps()
     assert not Run.open(tmp_path / "run").is_complete
-    rest = TrainingRun(tmp_path / "run", mode="record", model=loop.model, optimizers=loop.optimizers)
+    rest = TrainingRun(
+        tmp_path / "run", mode="record", model=loop.model, optimizers=loop.optimizers
+    )
     with rest.resume_from(3):
         loop.run(rest, until=5)
     assert Run.open(tmp_path / "run").rank(0).steps(0).tolist() == [0, 1, 2, 3, 4]
@@ -251,7 +273,7 @@ def test_replay_keep_only_steps_and_audit_work_as_with_the_callback(tmp_path, ca
     assert (run.verdict.verdict, len(run.verdict.coverage.replayed)) == ("match", 3)
     train(Loop, tmp_path / "some", mode="record", only_steps=[1, 4], level="op")
     assert Run.open(tmp_path / "some").rank(0).steps(0).tolist() == [1, 4]
-    _, audited = train(Loop, None, mode="audit", current=tmp_path / "audit")  # type: ignore[arg-type]
+    _, audited = train(Loop, None, mode=("audit"), current=tmp_path / "audit")  # type: ignore[arg-type]
     assert (audited.audit_report.steps, audited.audit_report.findings) == ((0, 1, 2), ())
 
 
@@ -273,7 +295,10 @@ def test_misuse_says_what_to_do(reference, tmp_path):
         ({"model": loop}, "model must be a torch.nn.Module; got Loop"),
         ({"optimizers": None}, r"one or several optimizers of torch\.optim; got NoneType"),
         ({"resume": "exact"}, r"TrainingRun has no argument resume.* use resume_from"),
-        ({"log_metrics": True}, "TrainingRun has no argument log_metrics, which is for Lightning's Trainer"),
+        (
+            {"log_metrics": True},
+            "TrainingRun has no argument log_metrics, which is for Lightning's Trainer",
+        ),
         ({"mode": "off"}, "mode must be one of record, verify, audit, disabled"),
     ):
         with pytest.raises(SelectionError, match=text):
@@ -285,19 +310,37 @@ def test_misuse_says_what_to_do(reference, tmp_path):
     with pytest.raises(SelectionError, match="A step began inside a step"):
         in_step(run := new(), loop, lambda batch: run.step(batch).__enter__())
     added = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-    with pytest.raises(SelectionError, match=r"SGD stepped, but was not passed to TrainingRun.*all optimizers"):
+    with pytest.raises(
+        SelectionError, match=r"SGD stepped, but was not passed to TrainingRun.*all optimizers"
+    ):
         in_step(new(), loop, lambda batch: added.step())
-    with pytest.raises(SelectionError, match=r"AdamW stepped outside a step of the TrainingRun"), new():
+    with (
+        pytest.raises(SelectionError, match=r"AdamW stepped outside a step of the TrainingRun"),
+        new(),
+    ):
         loop.optimizers[0].step()
     with pytest.raises(SelectionError, match=r"Use step inside the block of its run"), new().step():
         pass
-    with pytest.raises(SelectionError, match="Call resume_from before the with block"), new() as run:
+    with (
+        pytest.raises(SelectionError, match="Call resume_from before the with block"),
+        new() as run,
+    ):
         run.resume_from(2)
     with pytest.raises(SelectionError, match="step must be an integer >= 0"):
         new().resume_from(-1)
-    with pytest.raises(SelectionError, match=r"The TrainingRun of .* is open already.*one run at a time"), new(), new():
+    with (
+        pytest.raises(
+            SelectionError, match=r"The TrainingRun of .* is open already.*one run at a time"
+        ),
+        new(),
+        new(),
+    ):
         pass
-    with pytest.raises(SelectionError, match="This TrainingRun itself is open already"), new() as run, run:
+    with (
+        pytest.raises(SelectionError, match="This TrainingRun itself is open already"),
+        new() as run,
+        run,
+    ):
         pass
     with (
         pytest.raises(RunExistsError),
@@ -314,15 +357,27 @@ def test_each_refusal_advises_what_this_run_has(reference, tmp_path):
     train(Loop, tmp_path / "other", mode="record")
     with pytest.raises(RunExistsError) as caught:
         train(Loop, reference, current=tmp_path / "other")
-    assert "pass another folder for the results (current of DeterminismCallback or TrainingRun" in str(caught.value)
+    assert (
+        "pass another folder for the results (current of DeterminismCallback or TrainingRun"
+        in str(caught.value)
+    )
     assert "overwrite" not in str(caught.value)
     loop = Loop()
     arguments = {"mode": "record", "model": loop.model, "optimizers": loop.optimizers}
     for more, says in (
-        ({}, "The fit had no step, so nothing was recorded in .* Check that its loader returns batches"),
+        (
+            {},
+            (
+                "The fit had no step, so nothing was recorded in .* Check that its loader returns "
+                "batches"
+            ),
+        ),
         ({"every_n_steps": 2}, "no step that every_n_steps=2 selects"),
     ):
-        with pytest.raises(NothingComparedError, match=says), TrainingRun(tmp_path / "none", **arguments, **more):
+        with (
+            pytest.raises(NothingComparedError, match=says),
+            TrainingRun(tmp_path / "none", **arguments, **more),
+        ):
             pass
 
 
@@ -330,14 +385,18 @@ def test_within_a_fit_with_the_callback_it_is_refused(tmp_path):
     class Inner(pl.Callback):
         def on_train_batch_end(self, *_: Any, **__: Any) -> None:
             loop = Loop()
-            with TrainingRun(tmp_path / "b", mode="record", model=loop.model, optimizers=loop.optimizers):
+            with TrainingRun(
+                tmp_path / "b", mode="record", model=loop.model, optimizers=loop.optimizers
+            ):
                 pass
 
     with pytest.raises(SelectionError, match=r"The DeterminismCallback of .* is open already"):
         Fit(DeterminismCallback(tmp_path / "a", mode="record"), Inner()).run()
 
 
-def test_an_exception_in_a_step_makes_the_run_incomplete_also_where_the_program_goes_on(reference, tmp_path, capsys):
+def test_an_exception_in_a_step_makes_the_run_incomplete_also_where_the_program_goes_on(
+    reference, tmp_path, capsys
+):
     def fail_at(number: int, loop: Loop, step: int) -> None:
         if step == number:
             raise ZeroDivisionError("a bug of the user's")
@@ -349,7 +408,10 @@ def test_an_exception_in_a_step_makes_the_run_incomplete_also_where_the_program_
 
     with pytest.raises(ZeroDivisionError):
         train(Failing, tmp_path / "run", mode="record")
-    assert "recording stopped by ZeroDivisionError after 2 steps: incomplete" in capsys.readouterr().out
+    assert (
+        "recording stopped by ZeroDivisionError after 2 steps: incomplete"
+        in capsys.readouterr().out
+    )
     assert not Run.open(tmp_path / "run").is_complete
     with pytest.raises(ZeroDivisionError):
         train(Failing, reference, current=tmp_path / "current")
@@ -370,7 +432,8 @@ def test_an_exception_in_a_step_makes_the_run_incomplete_also_where_the_program_
     for goes_on in (True, False):
         folder = tmp_path / f"caught {goes_on}"
         with pytest.raises(
-            NothingComparedError, match=r"Step 2 ended with ZeroDivisionError .*Let the error propagate"
+            NothingComparedError,
+            match=r"Step 2 ended with ZeroDivisionError .*Let the error propagate",
         ):
             catch(goes_on=goes_on, reference=folder, mode="record")
         assert not Run.open(folder).is_complete
@@ -443,4 +506,7 @@ def test_ranks_have_one_run_and_one_verdict(kind, tmp_path):
     error = ReplicaError if kind == "ddp" else DivergenceError
     assert all(error.__name__ in one.output or "DivergenceError" in one.output for one in ended)
     verdict = compare_runs(tmp_path / "run", tmp_path / "current")
-    assert (verdict.first_divergence.step, "settings.seed" in str(verdict.environment)) == (1, False)
+    assert (verdict.first_divergence.step, "settings.seed" in str(verdict.environment)) == (
+        1,
+        False,
+    )

@@ -1,4 +1,6 @@
-"""Faults planted in a training of more than fifty modules: the culprit is named, and nobody who passes it on."""
+"""Faults planted in a training of more than fifty modules: the culprit is named,
+and nobody who passes it on.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,7 +44,10 @@ HALF = applied(cast, torch.float16)
 ADAMW = partial(Deep, optimizer=torch.optim.AdamW, lr=0.01, foreach=True)
 NORM = "aten.native_layer_norm_backward"
 SAID_DTYPE = "float16 [8, 16] in the reference, bfloat16 [8, 16] in the current run"
-SAID_PRECISION = "trainer.precision is 32-true in the reference and bf16-mixed in the current run, which explains"
+SAID_PRECISION = (
+    "trainer.precision is 32-true in the reference and bf16-mixed in the current run, which "
+    "explains"
+)
 
 
 @contextmanager
@@ -57,13 +62,22 @@ def other_first_reader(model: Any) -> Iterator[None]:
 
 @contextmanager
 def other_division(model: Any) -> Iterator[None]:
-    """What Lightning divides the loss by, or how, is another thing: here the op, below the trace."""
+    """What Lightning divides the loss by, or how, is another thing: here the op,
+    below the trace.
+    """
 
     class Dividing(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             output = func(*args, **(kwargs or {}))
             is_forward = torch._C._current_graph_task_id() == -1
-            if func is torch.ops.aten.div.Tensor and output.ndim == 0 and model.global_step == 1 and is_forward:
+            if (
+                func is torch.ops.aten.div.Tensor
+                and output.ndim == 0
+                and model.global_step == 1
+                and is_forward
+            ):
                 add_ulp(output)
             return output
 
@@ -71,7 +85,8 @@ def other_division(model: Any) -> Iterator[None]:
         yield
 
 
-# the reference's model, the training, where it differs first (step, phase, module, op, name), how and why, what is said
+# the reference's model, the training, where it differs first (step, phase, module, op, name), how
+# and why, what is said
 FAULTS: dict[str, tuple[Any, Training, str, str, str]] = {
     "one ULP in the forward pass": (
         *(Deep, Training(around=below(op="aten.addmm", step=2, module="net.5.up"))),
@@ -85,7 +100,11 @@ FAULTS: dict[str, tuple[Any, Training, str, str, str]] = {
     ),
     "one ULP in the backward of a custom Function": (
         *(Deep, Training(around=below(op="planted_faults.double", step=2))),
-        *("2|backward|custom|planted_faults.double.default|", "content backward", "its inputs match"),
+        *(
+            "2|backward|custom|planted_faults.double.default|",
+            "content backward",
+            "its inputs match",
+        ),
     ),
     "one ULP in one of many states that one op writes": (
         *(ADAMW, Training(model=ADAMW, around=below(op="aten._foreach_lerp_", step=1, written=14))),
@@ -96,14 +115,24 @@ FAULTS: dict[str, tuple[Any, Training, str, str, str]] = {
         ),
     ),
     "one ULP in what Lightning does with the loss": (
-        *(Deep, Training(around=other_division), "1|other||aten.div.Tensor|", "content backward", "starts here"),
+        *(
+            Deep,
+            Training(around=other_division),
+            "1|other||aten.div.Tensor|",
+            "content backward",
+            "starts here",
+        ),
     ),
     "another precision": (
         *(Deep, Training(options={"precision": "bf16-mixed"})),
         *("0|forward|net.0.up|aten._to_copy.default|", "extra settings", SAID_PRECISION),
     ),
     "an op that reads a weight before the others": (
-        *(Deep, Training(around=other_first_reader), "1|forward|head|aten.linalg_vector_norm.default|"),
+        *(
+            Deep,
+            Training(around=other_first_reader),
+            "1|forward|head|aten.linalg_vector_norm.default|",
+        ),
         *("extra structure", "its inputs match, so the difference starts here"),
     ),
     "another dtype of an op": (
@@ -118,7 +147,10 @@ def test_the_culprit_is_named(fault, references, tmp_path):
     model, training, place, kind_and_cause, said = FAULTS[fault]
     verdict = verify(references(model), training, tmp_path / "current")
     first = verdict.first_divergence
-    assert "|".join(map(str, (first.step, first.phase, first.module, first.op, first.name or ""))) == place
+    assert (
+        "|".join(map(str, (first.step, first.phase, first.module, first.op, first.name or "")))
+        == place
+    )
     assert f"{first.kind} {verdict.cause}" == kind_and_cause
     assert said in verdict.explanation
     assert first.is_origin == bool(first.op)
@@ -166,10 +198,19 @@ def test_an_unseen_writer_makes_no_origin(read, tmp_path):
     reference = Training(model=applied(shifted, 0.0)).record(tmp_path / "reference")
     verdict = verify(reference, Training(model=applied(shifted, 1e-3)), tmp_path / "current")
     first = verdict.first_divergence
-    assert (first.module, first.op.split(".")[1], first.kind, first.is_origin) == ("middle", "tanh", "content", None)
+    assert (first.module, first.op.split(".")[1], first.kind, first.is_origin) == (
+        "middle",
+        "tanh",
+        "content",
+        None,
+    )
     assert verdict.origins == ()
     is_half_written = read is in_empty
-    said = "If NumPy or a raw kernel writes it, the recorder" if is_half_written else "what wrote its inputs"
+    said = (
+        "If NumPy or a raw kernel writes it, the recorder"
+        if is_half_written
+        else "what wrote its inputs"
+    )
     assert said in verdict.explanation
 
 
@@ -182,7 +223,9 @@ def write_row(values: Tensor, number: int) -> Tensor:
 VIEWS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "aten.tanh.default": lambda values, number: values.chunk(2, -1)[number].tanh(),
     "aten.exp.default": lambda values, number: values[number].detach().exp(),
-    "aten.mm.default": lambda values, number: values[:4, :4].mm([values[:4, :4].mT, values[:4, :4]][number]),
+    "aten.mm.default": lambda values, number: values[:4, :4].mm(
+        [values[:4, :4].mT, values[:4, :4]][number]
+    ),
     "aten.cat.default": lambda values, number: torch.cat([values[:1], values[number : number + 1]]),
     "aten._local_scalar_dense.default": lambda values, number: values * values[number, 0].item(),
     "aten.fill_.Scalar": write_row,
@@ -194,7 +237,12 @@ def test_an_op_that_reads_another_part_is_called_otherwise(op, tmp_path):
     reference = Training(model=applied(VIEWS[op], 0)).record(tmp_path / "reference")
     verdict = verify(reference, Training(model=applied(VIEWS[op], 1)), tmp_path / "current")
     first = verdict.first_divergence
-    assert (first.module, first.op, first.kind, first.is_origin) == ("middle", op, "structure", True)
+    assert (first.module, first.op, first.kind, first.is_origin) == (
+        "middle",
+        op,
+        "structure",
+        True,
+    )
     assert "read a different part of its input: " in verdict.explanation
 
 
@@ -215,12 +263,19 @@ def flip_a_bit(trainer: pl.Trainer, module: Any, optimizer: torch.optim.Optimize
         module.head.weight.grad.numpy().view(np.int32).flat[3] ^= 1 << 12
 
 
-@pytest.mark.parametrize("optimizer", [partial(torch.optim.AdamW, fused=True), partial(torch.optim.LBFGS, max_iter=3)])
+@pytest.mark.parametrize(
+    "optimizer", [partial(torch.optim.AdamW, fused=True), partial(torch.optim.LBFGS, max_iter=3)]
+)
 def test_the_gradient_is_named_and_no_op_of_the_optimizer(optimizer, tmp_path):
     plain = Training(model=partial(Deep, optimizer=optimizer, lr=0.1), options={"max_steps": 2})
     flipped = replace(plain, callbacks=(LambdaCallback(on_before_optimizer_step=flip_a_bit),))
     verdict = verify(plain.record(tmp_path / "reference"), flipped, tmp_path / "current")
     first = verdict.first_divergence
     assert (first.step, first.phase, first.name) == (1, "gradient", "grad of head.weight")
-    assert (first.kind, first.is_origin, verdict.origins, verdict.cause) == ("content", None, (), "external_write")
+    assert (first.kind, first.is_origin, verdict.origins, verdict.cause) == (
+        "content",
+        None,
+        (),
+        "external_write",
+    )
     assert "a raw kernel) changed grad of head.weight during the step" in verdict.explanation

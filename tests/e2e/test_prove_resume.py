@@ -1,4 +1,6 @@
-"""The proof of a resume: that it holds, that it can fail, and what it says when it cannot be given."""
+"""The proof of a resume: that it holds, that it can fail,
+and what it says when it cannot be given.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,12 @@ pytestmark = RESUMING
 
 def prove(root: Path, model: Any = Noisy, data: Any = loader, **options: Any) -> Verdict:
     trainer = {"max_epochs": 3, "default_root_dir": root, **options.pop("trainer", {})}
-    defaults: dict[str, Any] = {"stop_at": 4, "steps": 10, "level": "state", "folder": root / "proof"}
+    defaults: dict[str, Any] = {
+        "stop_at": 4,
+        "steps": 10,
+        "level": "state",
+        "folder": root / "proof",
+    }
     return prove_resume(lambda: quiet_trainer(**trainer), model, data, **{**defaults, **options})
 
 
@@ -30,17 +37,29 @@ def test_it_holds(tmp_path, monkeypatch):
     assert GeneratorStates.capture() == before
     folder = tmp_path / "determinism" / "resume-000"
     checkpoint = {f"interrupted.ckpt{end}" for end in ("", ".digests.json", ".resume")}
-    assert {path.name for path in folder.iterdir()} == checkpoint | {"reference", "interrupted", "resumed"}
+    assert {path.name for path in folder.iterdir()} == checkpoint | {
+        "reference",
+        "interrupted",
+        "resumed",
+    }
     data = loader(), DataLoader(Augmented(num_samples=4), batch_size=2)
-    verdict = prove(tmp_path, Manual, lambda: data, stop_at=7, level="op", trainer={"val_check_interval": 2})
+    verdict = prove(
+        tmp_path, Manual, lambda: data, stop_at=7, level="op", trainer={"val_check_interval": 2}
+    )
     assert (verdict.verdict, verdict.coverage.steps) == ("match", (7, 9))
     assert (tmp_path / "proof" / "reference").exists()
 
 
-@pytest.mark.parametrize(("stop_at", "given"), [(10, ()), (8, (Scripted, lambda: DataLoader(Samples(), 4)))])
+@pytest.mark.parametrize(
+    ("stop_at", "given"), [(10, ()), (8, (Scripted, lambda: DataLoader(Samples(), 4)))]
+)
 def test_it_can_fail(stop_at, given, tmp_path):
     verdict = prove(tmp_path, *given, resume="plain", stop_at=stop_at, steps=12)
-    assert (verdict.verdict, verdict.cause, verdict.first_divergence.step) == ("diverged", "rng", stop_at)
+    assert (verdict.verdict, verdict.cause, verdict.first_divergence.step) == (
+        "diverged",
+        "rng",
+        stop_at,
+    )
     assert "the first after resuming" in verdict.explanation
     assert 'or pass ckpt_path to fit with resume="exact"' in verdict.explanation
 
@@ -63,25 +82,37 @@ def test_a_shuffle_from_an_unrestored_generator_needs_no_other_seed(tmp_path):
     assert "same seed" not in verdict.explanation
     # a generator of the loader's own is not the process's
     separate = lambda: loader("none", generator=torch.Generator().manual_seed(4))  # noqa: E731
-    verdict = prove(tmp_path, DrawsInStepsOnly, separate, resume="plain", folder=tmp_path / "separate")
+    verdict = prove(
+        tmp_path, DrawsInStepsOnly, separate, resume="plain", folder=tmp_path / "separate"
+    )
     assert verdict.cause == "data_order", verdict.explanation
 
 
 def test_a_training_that_is_not_repeatable_is_said_to_be(tmp_path):
     model = Noisy()  # trained once before it is interrupted
     verdict = prove(tmp_path, lambda: model)
-    assert (verdict.verdict, verdict.cause, verdict.first_divergence.step) == ("diverged", "initial_weights", 0)
+    assert (verdict.verdict, verdict.cause, verdict.first_divergence.step) == (
+        "diverged",
+        "initial_weights",
+        0,
+    )
     assert verdict.current.endswith("interrupted")
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    *(({"stop_at": one, "steps": 5}, "stop_at must be at least 1 and less than steps") for one in (0, 5, True, 2.0)),
+    *(
+        ({"stop_at": one, "steps": 5}, "stop_at must be at least 1 and less than steps")
+        for one in (0, 5, True, 2.0)
+    ),
     ({"trainer": {"max_epochs": 1}}, "The training ended after 7 of 10 steps"),
     (
         {"trainer": {"devices": 2, "strategy": "ddp_spawn"}},
         r'Spawned processes return nothing: use strategy="ddp", or torchrun',
     ),
-    ({"data": lambda: loader(num_workers=1, persistent_workers=True), "stop_at": 9}, "persistent_workers=False"),
+    (
+        {"data": lambda: loader(num_workers=1, persistent_workers=True), "stop_at": 9},
+        "persistent_workers=False",
+    ),
 ]
 
 

@@ -1,4 +1,6 @@
-"""Small forms of public bugs, each with and without its mistake: what the verdict says of the difference."""
+"""Small forms of public bugs, each with and without its mistake:
+what the verdict says of the difference.
+"""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,22 +15,36 @@ from torch.nn.functional import dropout, mse_loss
 from det_callbacks import DivergenceError, TrainingRun
 from det_callbacks.verdict import Verdict
 
-pytestmark = pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")  # torch's, of a planted fault
+# torch's, of a planted fault
+pytestmark = pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
 
 Step = Callable[[Tensor], object]
 STEPS = 4
 
 
-def train(make: Callable[[bool], tuple[nn.Module, torch.optim.Optimizer, Step]], wrong: bool, folder: Path, **options):
+def train(
+    make: Callable[[bool], tuple[nn.Module, torch.optim.Optimizer, Step]],
+    wrong: bool,
+    folder: Path,
+    **options,
+):
     torch.manual_seed(0)
     model, optimizer, step = make(wrong)
     first = options.pop("first", 0)
-    run = TrainingRun(folder / "reference", model=model, optimizers=optimizer, current=folder / "current", **options)
+    run = TrainingRun(
+        folder / "reference",
+        model=model,
+        optimizers=optimizer,
+        current=folder / "current",
+        **options,
+    )
     if first:
         run.resume_from(step=first, epoch=0)
     with run:
         for number in range(first, STEPS):
-            batch = torch.full((8, 4), 1.0 + number) if not isinstance(step, Batches) else step.batch()
+            batch = (
+                torch.full((8, 4), 1.0 + number) if not isinstance(step, Batches) else step.batch()
+            )
             with run.step(batch):
                 step(batch)
     return run.verdict
@@ -65,13 +81,19 @@ def updating(optimizer: torch.optim.Optimizer, loss: Callable[[Tensor], Tensor])
 
 
 def heads(wrong, *, is_loaded):
-    """Two heads, built in a different order; with their values loaded by name, or as they are initialised."""
+    """Two heads, built in a different order; with their values loaded by name,
+    or as they are initialised.
+    """
     model = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("ba" if wrong else "ab")})
     for place, name in enumerate("ab" if is_loaded else ""):
         nn.init.constant_(model[name].weight, place + 0.5)
         nn.init.constant_(model[name].bias, place)
     optimizer = torch.optim.Adam(model.parameters())
-    return model, optimizer, updating(optimizer, lambda batch: (model["a"](batch) + model["b"](batch).sin()).sum())
+    return (
+        model,
+        optimizer,
+        updating(optimizer, lambda batch: (model["a"](batch) + model["b"](batch).sin()).sum()),
+    )
 
 
 def closure(wrong):
@@ -146,7 +168,11 @@ def distilling(wrong):
 def unseeded(wrong):
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return model, optimizer, Batches(updating(optimizer, lambda batch: model(batch).square().mean()), seed=int(wrong))
+    return (
+        model,
+        optimizer,
+        Batches(updating(optimizer, lambda batch: model(batch).square().mean()), seed=int(wrong)),
+    )
 
 
 def iterating(wrong):
@@ -193,10 +219,29 @@ CASES = {
         "ran before aten._foreach_mul_.Tensor on grad of weight",
         "in the reference, and after it in the current run",
     ),
-    "broadcast": (broadcasting, "forward", "broadcast [8, 1] and [8] to [8, 8] in the current run only"),
-    "dropout in eval": (distilling, "rng", "Only the current run draws in teacher", "!separate generator"),
-    "unseeded": (unseeded, "data_content", "comes from something that was not recorded", "!data set"),
-    "a set's order": (iterating, "structure", "They are the reference's in a different order", "PYTHONHASHSEED"),
+    "broadcast": (
+        broadcasting,
+        "forward",
+        "broadcast [8, 1] and [8] to [8, 8] in the current run only",
+    ),
+    "dropout in eval": (
+        distilling,
+        "rng",
+        "Only the current run draws in teacher",
+        "!separate generator",
+    ),
+    "unseeded": (
+        unseeded,
+        "data_content",
+        "comes from something that was not recorded",
+        "!data set",
+    ),
+    "a set's order": (
+        iterating,
+        "structure",
+        "They are the reference's in a different order",
+        "PYTHONHASHSEED",
+    ),
     "lost gradients": (
         accumulating,
         "checkpoint",
@@ -207,13 +252,17 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    ("make", "cause", "said"), [(make, cause, said) for make, cause, *said in CASES.values()], ids=CASES
+    ("make", "cause", "said"),
+    [(make, cause, said) for make, cause, *said in CASES.values()],
+    ids=CASES,
 )
 def test_the_verdict_says_what_went_wrong(make, cause, said, tmp_path):
     verdict = judged(make, tmp_path, **({"first": 1} if make is accumulating else {}))
     assert verdict.cause == cause, verdict.explanation
     for text in said:
-        assert (text.lstrip("!") in verdict.explanation) is not text.startswith("!"), verdict.explanation
+        assert (text.lstrip("!") in verdict.explanation) is not text.startswith("!"), (
+            verdict.explanation
+        )
     assert verdict.trail[-1].step == verdict.first_divergence.step
 
 
@@ -284,7 +333,9 @@ def test_an_array_of_numbers_in_a_batch_is_a_tensor_of_it(make, tmp_path):
             for number in range(2):
                 batch = make(np.full((8, 4), 1.0 + number * scale, dtype=np.float32))
                 with run.step({"x": batch}):
-                    updating(optimizer, lambda one: model(one).sum())(torch.tensor(batch.astype(np.float32)))
+                    updating(optimizer, lambda one: model(one).sum())(
+                        torch.tensor(batch.astype(np.float32))
+                    )
         return run
 
     train_on(1.0, mode="record")

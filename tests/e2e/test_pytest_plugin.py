@@ -1,4 +1,6 @@
-"""The pytest plugin, in sessions of projects that use it; each session is a fork of this process."""
+"""The pytest plugin, in sessions of projects that use it;
+each session is a fork of this process.
+"""
 
 import os
 import re
@@ -56,7 +58,7 @@ TESTS = """
     def test_without():
         assert torch.initial_seed() == START
         assert not torch.are_deterministic_algorithms_enabled()
-"""
+"""  # noqa: E501  # a text
 
 
 class Ended(NamedTuple):
@@ -67,7 +69,9 @@ class Ended(NamedTuple):
 
     def counts(self, **outcomes: int) -> bool:
         last = self.text.rstrip().splitlines()[-1].partition(" in ")[0]
-        return {word: int(number) for number, word in re.findall(r"(\d+) ([a-z]+)", last)} == outcomes
+        return {
+            word: int(number) for number, word in re.findall(r"(\d+) ([a-z]+)", last)
+        } == outcomes
 
 
 LEFT_OUT = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:timeout")
@@ -75,15 +79,34 @@ LEFT_OUT = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:tim
 
 def run_in(folder: Path, *arguments: str, **variables: str) -> Ended:
     (folder / "runner.py").write_text("import sys, pytest\nsys.exit(pytest.main(sys.argv[1:]))\n")
-    words = [sys.executable, "runner.py", *LEFT_OUT, "-p", "no:xdist", "--basetemp", "temporary", *arguments]
+    words = [
+        sys.executable,
+        "runner.py",
+        *LEFT_OUT,
+        "-p",
+        "no:xdist",
+        "--basetemp",
+        "temporary",
+        *arguments,
+    ]
     with (folder / "printed").open("w+b") as printed:
-        status = fork_process(words, variables={**outside_ci(), **variables}, folder=folder, output=printed.fileno())
+        status = fork_process(
+            words, variables={**outside_ci(), **variables}, folder=folder, output=printed.fileno()
+        )
     return Ended(status, (folder / "printed").read_text())
 
 
 def run_fresh(folder: Path, *arguments: str) -> Ended:
     words = [sys.executable, "-m", "pytest", *LEFT_OUT, *arguments]
-    done = subprocess.run(words, cwd=folder, env=outside_ci(), capture_output=True, text=True, check=False, timeout=280)
+    done = subprocess.run(
+        words,
+        cwd=folder,
+        env=outside_ci(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
     return Ended(done.returncode, done.stdout)
 
 
@@ -124,7 +147,10 @@ def test_references_have_the_names_of_their_tests(recorded):
     runs = {file.parent.as_posix() for file in references(recorded) if file.name == "run.json"}
     of_class = {f"test_net/TestNet.test_two[0.1]/{name}" for name in ("first", "second")}
     assert runs == {"test_net/test_plain", *of_class}
-    odd = [folder_name(f"test_a.py::test[{text}]") for text in ("a/b", "a:b", "a?b", "x" * 300, "x" * 301)]
+    odd = [
+        folder_name(f"test_a.py::test[{text}]")
+        for text in ("a/b", "a:b", "a?b", "x" * 300, "x" * 301)
+    ]
     assert len(set(odd)) == 5
     assert all(re.fullmatch(r"test\[[\w]+\]?-[0-9a-f]{8}", name) for name in odd)
 
@@ -150,36 +176,52 @@ def test_a_difference_fails_its_test_and_is_recorded_where_that_is_asked_for(pro
     for arguments in ((), ("--determinism-record=missing",)):
         done = run_in(project, "-k", "plain", *arguments, PLANTED="yes")
         assert done.counts(failed=1, deselected=2), done.text
-        assert done.text.count("DIVERGED\nStep 1, ") == done.text.count("First divergence") == 1, "all of it, once"
+        assert done.text.count("DIVERGED\nStep 1, ") == done.text.count("First divergence") == 1, (
+            "all of it, once"
+        )
         accept = (
-            "record the reference again and commit it:\n    pytest --determinism-record tests/test_net.py::test_plain\n"
+            "record the reference again and commit it:\n"
+            "    pytest --determinism-record tests/test_net.py::test_plain\n"
         )
         assert accept in done.text
         line = "DIVERGED forward: loss (step 1)"
         assert done.text.split("test_plain ___")[1].lstrip("_").lstrip().startswith(f"{line}\n")
         summary = done.text.split("short test summary info")[1]
-        assert re.search(rf"FAILED tests/test_net.py::test_plain - .*{re.escape(line)}$", summary, re.MULTILINE)
+        assert re.search(
+            rf"FAILED tests/test_net.py::test_plain - .*{re.escape(line)}$", summary, re.MULTILINE
+        )
         assert ("Traceback" in done.text, "det_callbacks/" in done.text) == (False, False)
         report = re.search(r"^report: (.*/temporary/.*/report\.html)$", done.text, re.MULTILINE)
         assert report is not None, done.text
         assert Path(report[1]).is_file()
-    assert "training_snapshot() first" in run_in(project, "-k", "plain", PLANTED="before the seed").text
+    assert (
+        "training_snapshot() first"
+        in run_in(project, "-k", "plain", PLANTED="before the seed").text
+    )
     assert references(project) == before
     done = run_in(project, "-k", "plain", "--determinism-record", PLANTED="yes")
     assert done.counts(passed=1, deselected=2), done.text
     assert "references of runs: 1 re-recorded\n" in done.text
     assert run_in(project, "-k", "plain", PLANTED="yes").status == 0
     assert run_in(project, "-k", "plain").status == 1
-    assert [name for name in os.listdir(project / "tests" / "__determinism__" / "test_net") if name[0] == "."] == []
+    assert [
+        name
+        for name in os.listdir(project / "tests" / "__determinism__" / "test_net")
+        if name[0] == "."
+    ] == []
 
 
-@pytest.mark.parametrize(("outcome", "word"), [("fail", "failed"), ("skip", "skipped"), ("xfail", "xfailed")])
+@pytest.mark.parametrize(
+    ("outcome", "word"), [("fail", "failed"), ("skip", "skipped"), ("xfail", "xfailed")]
+)
 def test_another_machine_is_what_the_project_says(outcome, word, project):
     (project / "pytest.ini").write_text(f"[pytest]\ndeterminism_not_comparable = {outcome}\n")
     done = run_in(project, "-rsx", "-k", "plain", PLANTED="elsewhere")
     assert done.counts(**{word: 1, "deselected": 2}), done.text
     assert "torch.num_threads" in done.text
-    for planted in ("elsewhere, another shape", "elsewhere, another choice") if outcome == "skip" else ():
+    for planted in (
+        ("elsewhere, another shape", "elsewhere, another choice") if outcome == "skip" else ()
+    ):
         done = run_in(project, "-k", "plain", PLANTED=planted)
         assert done.counts(failed=1, deselected=2), (planted, done.text)
         assert "NOT COMPARABLE" in done.text
@@ -219,7 +261,12 @@ def test_only_a_test_that_passes_keeps_what_it_recorded(project):
     assert done.counts(failed=5, deselected=1), done.text
     assert "No run completed, so nothing was recorded for" in done.text
     unknown = "training_snapshot has no argument nonsense. It takes name, tolerance, level, "
-    for text in ("AssertionError: the test's own", "give each a different name", "chooses mode itself", unknown):
+    for text in (
+        "AssertionError: the test's own",
+        "give each a different name",
+        "chooses mode itself",
+        unknown,
+    ):
         assert text in done.text
     assert run_in(project, "tests/test_bad.py", "--determinism-record", "-k", "stops").status == 2
     assert references(project) == before
@@ -249,7 +296,7 @@ LOOP = """
     def test_two(training_snapshot):
         for name in ("first", "second"):
             training_snapshot(train, name=name)
-"""
+"""  # noqa: E501  # a text
 
 BAD_LOOP = """
     def test_no_function(training_snapshot):
@@ -279,7 +326,9 @@ def test_a_function_with_a_loop_is_recorded_and_compared(tmp_path):
     assert "No run completed, so nothing was recorded for" in done.text
 
 
-def test_references_that_no_test_uses_or_that_are_large_are_listed_where_all_tests_ran(project, monkeypatch):
+def test_references_that_no_test_uses_or_that_are_large_are_listed_where_all_tests_ran(
+    project, monkeypatch
+):
     monkeypatch.setattr("det_callbacks.integrations.pytest_plugin.LARGE_BYTES", 1000)
     home = project / "tests" / "__determinism__"
     shutil.copytree(home / "test_net" / "test_plain", home / "test_net" / "test_gone")
@@ -288,19 +337,32 @@ def test_references_that_no_test_uses_or_that_are_large_are_listed_where_all_tes
     assert done.status == 0
     listed = re.findall(r"^  tests/__determinism__/(.*)$", done.text, re.MULTILINE)
     assert listed == ["test_net/test_gone", "test_removed/test_plain"], done.text
-    assert re.search(r"(?m)^tests/__determinism__/test_net/test_plain is 0.\d MB: train fewer steps, or", done.text)
+    assert re.search(
+        r"(?m)^tests/__determinism__/test_net/test_plain is 0.\d MB: train fewer steps, or",
+        done.text,
+    )
     done = run_in(project, "--determinism-unused=fail")
-    assert (done.status, "The session fails (--determinism-unused=fail): No test" in done.text) == (1, True), done.text
-    for arguments in (("--determinism-unused=fail", "tests/test_net.py::test_plain"), ("-k", "plain")):
+    assert (done.status, "The session fails (--determinism-unused=fail): No test" in done.text) == (
+        1,
+        True,
+    ), done.text
+    for arguments in (
+        ("--determinism-unused=fail", "tests/test_net.py::test_plain"),
+        ("-k", "plain"),
+    ):
         assert "No test uses" not in run_in(project, *arguments).text
     assert "No test uses" not in run_in(project, "-x", PLANTED="yes").text
     done = run_in(project, PLANTED="yes")
-    assert done.text.count("  tests/__determinism__/") == 2, "those of tests that failed are not known"
+    assert done.text.count("  tests/__determinism__/") == 2, (
+        "those of tests that failed are not known"
+    )
 
 
 def test_nothing_heavy_is_loaded_before_a_test_asks(tmp_path):
     (tmp_path / "test_light.py").write_text(
-        "import sys\ndef test_light():\n    assert 'det_callbacks.integrations.pytest_plugin' in sys.modules\n"
+        "import sys\n"
+        "def test_light():\n"
+        "    assert 'det_callbacks.integrations.pytest_plugin' in sys.modules\n"
         "    assert not {'torch', 'lightning', 'numpy'} & set(sys.modules)\n"
     )
     done = run_fresh(tmp_path)

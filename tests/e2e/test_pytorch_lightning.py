@@ -20,7 +20,9 @@ from det_callbacks.internals import versions
 from det_callbacks.internals.lightning import LIGHTNING, checkpoint_connector
 from det_callbacks.runs.store import Run as StoredRun
 
-PACKAGES: dict[str, Any] = {name: import_module(name) for name in ("lightning.pytorch", "pytorch_lightning")}
+PACKAGES: dict[str, Any] = {
+    name: import_module(name) for name in ("lightning.pytorch", "pytorch_lightning")
+}
 twin = PACKAGES["pytorch_lightning"]
 
 pytestmark = [
@@ -50,13 +52,19 @@ def model_of(package: Any) -> Any:
 
 def data() -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(1)
-    samples = TensorDataset(torch.rand(32, 8, generator=generator), torch.rand(32, 1, generator=generator))
+    samples = TensorDataset(
+        torch.rand(32, 8, generator=generator), torch.rand(32, 1, generator=generator)
+    )
     return DataLoader(samples, batch_size=8, shuffle=True)
 
 
 def trainer_of(package: Any, *callbacks: Any, **options: Any) -> Any:
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    return package.Trainer(**{"max_epochs": 1, "accelerator": "cpu", **quiet, **options}, callbacks=[*callbacks])
+    quiet = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
+    return package.Trainer(
+        **{"max_epochs": 1, "accelerator": "cpu", **quiet, **options}, callbacks=[*callbacks]
+    )
 
 
 def fit(package: Any, *callbacks: Any, **options: Any) -> Any:
@@ -73,12 +81,17 @@ def test_a_script_is_recorded_verified_and_checked_as_it_is(run_command):
     done = run_command("record", "run", faults=["twin"])
     assert (done.status, done.errors) == (0, "")
     facts = StoredRun.open(Path("run")).manifest.environment
-    assert (facts["pytorch_lightning.version"].value, "lightning.version" in facts) == (twin.__version__, False)
+    assert (facts["pytorch_lightning.version"].value, "lightning.version" in facts) == (
+        twin.__version__,
+        False,
+    )
     assert run_command("verify", "run", faults=["twin"]).status == 0
     done = run_command("verify", "run", "--current", "other", faults=["twin", "planted"])
     assert (done.status, "\nDIVERGED\nStep 1" in done.text) == (1, True)
     assert run_command("check", "--level", "state", faults=["twin"]).status == 0
-    done = run_command("check", "--level", "state", "--vary", "workers", faults=["twin", "augmentation"])
+    done = run_command(
+        "check", "--level", "state", "--vary", "workers", faults=["twin", "augmentation"]
+    )
     assert (done.status, "its results depend on workers" in done.last) == (1, True)
 
 
@@ -114,7 +127,9 @@ def test_max_steps_and_what_cannot_be_resumed_are_seen_in_its_loops(tmp_path):
     """Lightning would train a batch too many where an epoch's end met ``max_steps``."""
     checkpoint = tmp_path / "end.ckpt"
     fit(twin, DeterminismCallback(tmp_path / "run", mode="record"), max_epochs=2)
-    trainer = fit(twin, DeterminismCallback(tmp_path / "part", mode="record"), max_epochs=-1, max_steps=4)
+    trainer = fit(
+        twin, DeterminismCallback(tmp_path / "part", mode="record"), max_epochs=-1, max_steps=4
+    )
     trainer.save_checkpoint(checkpoint)
     callback = DeterminismCallback(tmp_path / "run", current=tmp_path / "current")
     fit(twin, callback, max_epochs=2, ckpt_path=checkpoint)
@@ -124,11 +139,18 @@ def test_max_steps_and_what_cannot_be_resumed_are_seen_in_its_loops(tmp_path):
     trainer = fit(twin, DeterminismCallback(tmp_path / "other", mode="record"), schedule)
     trainer.save_checkpoint(tmp_path / "no.ckpt")
     with pytest.raises(NotResumableError, match="GradientAccumulationScheduler is not supported"):
-        fit(twin, DeterminismCallback(tmp_path / "other"), max_epochs=2, ckpt_path=tmp_path / "no.ckpt")
+        fit(
+            twin,
+            DeterminismCallback(tmp_path / "other"),
+            max_epochs=2,
+            ckpt_path=tmp_path / "no.ckpt",
+        )
 
 
 def test_its_callbacks_bars_and_loggers_are_known(tmp_path, capsys):
-    """Only hooks that a callback has of its own are listed; bars, which draw nothing, are left out."""
+    """Only hooks that a callback has of its own are listed; bars, which draw nothing,
+    are left out.
+    """
 
     class Drawing(twin.Callback):
         def on_train_start(self, *_: Any) -> None:
@@ -142,7 +164,10 @@ def test_its_callbacks_bars_and_loggers_are_known(tmp_path, capsys):
             words.append(trainer.progress_bar_metrics.get("determinism", ""))
             super().on_train_batch_end(trainer, *rest)
 
-    options = {"enable_progress_bar": True, "logger": twin.loggers.TensorBoardLogger(tmp_path / "logs")}
+    options = {
+        "enable_progress_bar": True,
+        "logger": twin.loggers.TensorBoardLogger(tmp_path / "logs"),
+    }
     fit(twin, callback, Drawing(), Bar(), **options)
     assert any(words)
     window = read_window(StoredRun.open(tmp_path / "run"), 0, 0, 0)
@@ -155,14 +180,19 @@ def test_ours_are_callbacks_of_both_packages_whichever_came_first():
         for package in PACKAGES.values():
             assert isinstance(callback, package.Callback)
             assert issubclass(type(callback), package.Callback), "as LightningCLI asks"
-            assert callback in package.Trainer(callbacks=callback, accelerator="cpu", logger=False).callbacks
+            assert (
+                callback
+                in package.Trainer(callbacks=callback, accelerator="cpu", logger=False).callbacks
+            )
 
 
 @pytest.mark.ddp
 def test_ranks_start_alike_and_their_replicas_are_compared(tmp_path):
     def body(rank: int) -> None:
         torch.manual_seed(rank)  # DDP takes rank 0's weights
-        callback = DeterminismCallback(tmp_path / "run", mode="record", audit_replicas_every_n_steps=1)
+        callback = DeterminismCallback(
+            tmp_path / "run", mode="record", audit_replicas_every_n_steps=1
+        )
         trainer = trainer_of(twin, callback, strategy="ddp", devices=2)
         trainer.fit(model_of(twin), DataLoader(data().dataset, batch_size=4))
         assert callback.replica_report.equal
@@ -172,12 +202,20 @@ def test_ranks_start_alike_and_their_replicas_are_compared(tmp_path):
     assert StoredRun.open(tmp_path / "run").ranks == [0, 1]
 
 
-def test_versions_and_what_is_missing_are_those_of_the_package_that_trains(monkeypatch, tmp_path, capsys):
+def test_versions_and_what_is_missing_are_those_of_the_package_that_trains(
+    monkeypatch, tmp_path, capsys
+):
     monkeypatch.setitem(versions.TESTED, "lightning", ("2.5", "2.4"))
     fit(twin, DeterminismCallback(tmp_path / "run", mode="record", level="state"))
-    assert f"det_callbacks: pytorch_lightning {twin.__version__} is newer than any" in capsys.readouterr().out
+    assert (
+        f"det_callbacks: pytorch_lightning {twin.__version__} is newer than any"
+        in capsys.readouterr().out
+    )
     trainer = trainer_of(twin)
     monkeypatch.setattr(LIGHTNING, "missing", [])
     monkeypatch.delattr(trainer, "_checkpoint_connector")
-    with pytest.raises(UnsupportedVersionError, match=f"^Not supported: pytorch_lightning {twin.__version__} has no"):
+    with pytest.raises(
+        UnsupportedVersionError,
+        match=f"^Not supported: pytorch_lightning {twin.__version__} has no",
+    ):
         checkpoint_connector(trainer)

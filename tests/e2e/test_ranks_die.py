@@ -1,4 +1,6 @@
-"""One of two ranks dies in any phase: all ranks end, none says match, and the next run can proceed."""
+"""One of two ranks dies in any phase: all ranks end, none says match,
+and the next run can proceed.
+"""
 
 import os
 import shutil
@@ -36,8 +38,12 @@ def recorded(tmp_path_factory: Any) -> Path:
     return folder / "run"
 
 
-def dying(phase: str, rank: int, die: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> LambdaCallback:
-    """Return a callback, and patch what the forked processes call, such that the rank dies in the phase."""
+def dying(
+    phase: str, rank: int, die: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> LambdaCallback:
+    """Return a callback, and patch what the forked processes call,
+    such that the rank dies in the phase.
+    """
 
     def die_if(is_due: bool) -> None:
         if is_due:
@@ -57,7 +63,9 @@ def dying(phase: str, rank: int, die: Callable[[], object], monkeypatch: pytest.
         monkeypatch.setattr(verification, "write_record", write_and_die)
     at = STEPS.get(phase)
     return LambdaCallback(
-        on_train_batch_start=lambda trainer, module, batch, index: die_if((index, trainer.global_rank) == (at, rank))
+        on_train_batch_start=lambda trainer, module, batch, index: die_if(
+            (index, trainer.global_rank) == (at, rank)
+        )
     )
 
 
@@ -94,7 +102,11 @@ def test_a_rank_that_dies_ends_all_and_nothing_matches(case, recorded, tmp_path,
         assert not (tmp_path / "current" / "verdict.json").exists(), output
         assert Run.open(run).manifest.run_id == earlier, output
     callbacks = []
-    run_ranks(lambda _: train(DeterminismCallback(run, **options), model=Faulty), tmp_path / "next", status=0)
+    run_ranks(
+        lambda _: train(DeterminismCallback(run, **options), model=Faulty),
+        tmp_path / "next",
+        status=0,
+    )
     if mode == "verify":
         assert compare_runs(run, tmp_path / "current").verdict == "match"
     else:

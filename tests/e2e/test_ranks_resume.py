@@ -1,4 +1,6 @@
-"""Several processes: a resumed training is the one that was interrupted on every rank, or all ranks refuse it."""
+"""Several processes: a resumed training is the one that was interrupted on every rank,
+or all ranks refuse it.
+"""
 
 import os
 import signal
@@ -27,7 +29,9 @@ pytestmark = [pytest.mark.ddp, *RESUMING]
 
 
 class Wide(Noisy):
-    """Large enough for several of DDP's buckets, whose layers are registered in another order than they are used."""
+    """Large enough for several of DDP's buckets, whose layers are registered in another
+    order than they are used.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,11 +55,15 @@ def on_ranks(options: dict[str, Any], num_ranks: int = 2) -> dict[str, Any]:
     return {**options, "devices": num_ranks, "strategy": options["strategy"]()}
 
 
-def record(folder: Path, *others: pl.Callback, num_ranks: int = 2, level: Any = "op", **options: Any) -> pl.Trainer:
+def record(
+    folder: Path, *others: pl.Callback, num_ranks: int = 2, level: Any = "op", **options: Any
+) -> pl.Trainer:
     return resumes.record(folder, *others, level=level, **on_ranks(options, num_ranks))
 
 
-def resume(folder: Path, name: str, *others: pl.Callback, num_ranks: int = 2, **options: Any) -> Any:
+def resume(
+    folder: Path, name: str, *others: pl.Callback, num_ranks: int = 2, **options: Any
+) -> Any:
     return resumes.resume(folder, name, *others, **on_ranks(options, num_ranks))
 
 
@@ -98,7 +106,8 @@ def test_a_recording_that_was_killed_goes_on_and_is_the_uninterrupted_one(tmp_pa
     assert [one.exit_code for one in ended] == [-9, -9]
 
     def go_on(rank: int) -> None:
-        # the first of the two lies before a validation; both within a window of accumulated gradients
+        # the first of the two lies before a validation; both within a
+        # window of accumulated gradients
         assert resume(whole, "../killed/3.ckpt", **options) == (3, 13)
         record(killed, ckpt_path=killed / "5.ckpt", **options)
 
@@ -106,7 +115,11 @@ def test_a_recording_that_was_killed_goes_on_and_is_the_uninterrupted_one(tmp_pa
     run = Run.open(killed / "run")
     assert (run.is_complete, len(run.manifest.attempts)) == (True, 2)
     verdict = compare_runs(whole / "run", killed / "run")
-    assert (verdict.verdict, verdict.coverage.ranks, verdict.counts.steps_compared) == ("match", 2, 28)
+    assert (verdict.verdict, verdict.coverage.ranks, verdict.counts.steps_compared) == (
+        "match",
+        2,
+        28,
+    )
 
 
 SHARDED = {"after": (3, 7), "model": Sharded, "accumulate_grad_batches": 2}
@@ -129,7 +142,12 @@ TRAININGS: dict[str, dict[str, Any]] = {
 def test_from_wherever_it_was_saved(name, tmp_path):
     options = TRAININGS[name]
     world = options.get("num_ranks", 2)
-    run_ranks(lambda rank: round_trip(tmp_path, **options), tmp_path / "output", world_size=world, status=0)
+    run_ranks(
+        lambda rank: round_trip(tmp_path, **options),
+        tmp_path / "output",
+        world_size=world,
+        status=0,
+    )
     for number in options["after"]:
         assert check_checkpoint(tmp_path / f"{number}.ckpt").equal
         assert (tmp_path / f"{number}.ckpt").is_dir() == (name == "sharded_folder")
@@ -137,18 +155,23 @@ def test_from_wherever_it_was_saved(name, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_kill_between_two_ranks_leaves_a_checkpoint_without_digests(killed, tmp_path, monkeypatch):
+def test_a_kill_between_two_ranks_leaves_a_checkpoint_without_digests(
+    killed, tmp_path, monkeypatch
+):
     def save_twice(trainer: pl.Trainer, *_: Any) -> None:
         step = trainer.fit_loop.epoch_loop.total_batch_idx
         if step == 4 and trainer.global_rank == killed:  # which has not written its part yet
             monkeypatch.setattr(
-                "det_callbacks.integrations.lightning.checkpoint.resume.write_part", lambda *_, **__: os._exit(9)
+                "det_callbacks.integrations.lightning.checkpoint.resume.write_part",
+                lambda *_, **__: os._exit(9),
             )
         if step in (2, 4):
             trainer.save_checkpoint(tmp_path / "last.ckpt")
 
     saving = partial(LambdaCallback, on_train_batch_end=save_twice)
-    ended = run_ranks(lambda rank: record(tmp_path / "killed", saving(), level="state"), tmp_path / "output")
+    ended = run_ranks(
+        lambda rank: record(tmp_path / "killed", saving(), level="state"), tmp_path / "output"
+    )
     assert (ended[killed].exit_code, ended[1 - killed].exit_code > 0) == (9, True)
     path = tmp_path / "last.ckpt"
     with pytest.raises(CheckpointNotFoundError, match="nothing to compare"):
@@ -161,9 +184,15 @@ def test_a_kill_between_two_ranks_leaves_a_checkpoint_without_digests(killed, tm
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: Any) -> Path:
-    """A folder with a run of two epochs, and the checkpoints after its third step and, damaged, its fourth."""
+    """A folder with a run of two epochs, and the checkpoints after its third step
+    and, damaged, its fourth.
+    """
     folder = tmp_path_factory.mktemp("saved")
-    run_ranks(lambda rank: record(folder, SaveAfter(folder, 3, 4), level="state"), folder / "output", status=0)
+    run_ranks(
+        lambda rank: record(folder, SaveAfter(folder, 3, 4), level="state"),
+        folder / "output",
+        status=0,
+    )
     (folder / "4.ckpt.resume" / "rank-00001.state").write_bytes(b"{}")
     return folder
 
@@ -176,17 +205,35 @@ def test_what_cannot_be_resumed_is_refused_on_all_ranks(saved):
     def trip(name: str, after: int, **options: Any) -> Any:
         round_trip(saved / name, [after], level="state", max_epochs=1, **options)
 
-    static, other_data = partial(DDPStrategy, static_graph=True), LambdaCallback(on_fit_start=add_on_rank_1)
+    static, other_data = (
+        partial(DDPStrategy, static_graph=True),
+        LambdaCallback(on_fit_start=add_on_rank_1),
+    )
     attempts: list[tuple[Callable[[], Any], str, str, str]] = [  # what each rank raises, and why
-        (lambda: resume(saved, "4.ckpt"), "RankError", "CheckpointFormatError", "rank-00001.state is damaged"),
+        (
+            lambda: resume(saved, "4.ckpt"),
+            "RankError",
+            "CheckpointFormatError",
+            "rank-00001.state is damaged",
+        ),
         (
             lambda: resume(saved, "3.ckpt", other_data),
             "RankError",
             "NotResumableError",
             "differ when they are loaded again",
         ),
-        (lambda: trip("first", 1), "NotResumableError", "NotResumableError", "about to rebuild its buckets"),
-        (lambda: trip("static", 2, strategy=static), "NotResumableError", "NotResumableError", "communication hooks"),
+        (
+            lambda: trip("first", 1),
+            "NotResumableError",
+            "NotResumableError",
+            "about to rebuild its buckets",
+        ),
+        (
+            lambda: trip("static", 2, strategy=static),
+            "NotResumableError",
+            "NotResumableError",
+            "communication hooks",
+        ),
     ]
 
     def body(rank: int) -> None:

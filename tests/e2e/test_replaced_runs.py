@@ -1,4 +1,6 @@
-"""A run that is replaced stays until the process of the new one has ended well; no stale verdict stays anywhere."""
+"""A run that is replaced stays until the process of the new one has ended well;
+no stale verdict stays anywhere.
+"""
 
 import json
 import os
@@ -18,12 +20,18 @@ from test_injected_faults import matches, train_loop, train_with_lightning
 from test_kills import start, wait
 from trainers import LIGHTNING_ADVICE
 
-from det_callbacks import DetCallbacksError, DeterminismCallback, ObserverContext, TrainingRun, observe
+from det_callbacks import (
+    DetCallbacksError,
+    DeterminismCallback,
+    ObserverContext,
+    TrainingRun,
+    observe,
+)
 from det_callbacks.cli import check as checks
 from det_callbacks.cli import main
 from det_callbacks.runs.manifest import read_manifest
 from det_callbacks.runs.store import Run
-from det_callbacks.training.fits import finish
+from det_callbacks.training.recording import finish
 
 pytestmark = LIGHTNING_ADVICE
 
@@ -76,13 +84,18 @@ def test_a_process_that_ends_well_replaces_the_run_and_any_other_leaves_it(tmp_p
         assert Run.open(path / ".replacement").is_complete
     assert f"the program failed, so {path} is unchanged" in (tmp_path / "output.txt").read_text()
     assert overwrite(lambda: None) == 0, (tmp_path / "output.txt").read_text()
-    assert "where it replaces the earlier run when the program ends" in (tmp_path / "output.txt").read_text()
+    assert (
+        "where it replaces the earlier run when the program ends"
+        in (tmp_path / "output.txt").read_text()
+    )
     assert matches(tmp_path / "later", path)
     assert not (path / ".replacement").exists()
 
 
 @pytest.mark.parametrize("train", [train_loop, train_with_lightning])
-def test_the_same_process_finds_the_new_run_and_a_fit_that_fails_later_has_no_say(train, tmp_path, monkeypatch):
+def test_the_same_process_finds_the_new_run_and_a_fit_that_fails_later_has_no_say(
+    train, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     path = Path("run")  # of the directory at this time
     train("record", path)
@@ -114,7 +127,9 @@ def test_another_recording_in_between_is_an_error_at_the_end(tmp_path):
     path = tmp_path / "run"
     train_loop("record", path)
     train_loop("record", path, overwrite=True)
-    assert wait(start(partial(train_loop, "record", path, other=True, overwrite=True), tmp_path)) == 0
+    assert (
+        wait(start(partial(train_loop, "record", path, other=True, overwrite=True), tmp_path)) == 0
+    )
     error = finish(has_failed=False)
     assert isinstance(error, DetCallbacksError)
     assert "Another process has replaced or continued" in str(error)
@@ -160,7 +175,9 @@ VERIFIES: dict[str, Callable[[Path, Path], None]] = {
 
 
 @pytest.mark.parametrize("way", VERIFIES)
-def test_the_verdict_of_an_earlier_verification_goes_before_the_next_one_can_fail(way, tmp_path, monkeypatch):
+def test_the_verdict_of_an_earlier_verification_goes_before_the_next_one_can_fail(
+    way, tmp_path, monkeypatch
+):
     reference, current = tmp_path / "reference", tmp_path / "current"
     if way == "observer":
         observe_once(None, reference)
@@ -205,7 +222,9 @@ def test_nothing_but_a_verification_is_removed_and_an_audit_goes_first_too(tmp_p
     strange = torch.optim.SGD(loop[0].parameters(), lr=0.1)
     with (
         pytest.raises(DetCallbacksError),
-        TrainingRun(None, mode="audit", current=tmp_path / "audit", model=loop[1], optimizers=strange),
+        TrainingRun(
+            None, mode="audit", current=tmp_path / "audit", model=loop[1], optimizers=strange
+        ),
     ):
         pass
     assert not (tmp_path / "audit/audit.json").exists()

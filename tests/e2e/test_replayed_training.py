@@ -1,4 +1,6 @@
-"""Trainings with nondeterministic ops: diverged without replay; with it a match, and the recorded weights."""
+"""Trainings with nondeterministic ops: diverged without replay; with it a match,
+and the recorded weights.
+"""
 
 import json
 from pathlib import Path
@@ -12,13 +14,24 @@ from tiers import rest_slow
 from torch import Tensor
 from trainers import LIGHTNING_ADVICE, has_same_weights
 
-from det_callbacks import CoverageWarning, DeterminismCallback, DivergenceError, ReplayError, SelectionError
+from det_callbacks import (
+    CoverageWarning,
+    DeterminismCallback,
+    DivergenceError,
+    ReplayError,
+    SelectionError,
+)
 from det_callbacks.cli import main
 
 pytestmark = LIGHTNING_ADVICE
 
 NUMBERS = "forward/:aten._local_scalar_dense.*"
-ALL = ("planted.noisy.default", "backward/*:planted.noisy_backward.default", "forward/:planted.noisy_.*", NUMBERS)
+ALL = (
+    "planted.noisy.default",
+    "backward/*:planted.noisy_backward.default",
+    "forward/:planted.noisy_.*",
+    NUMBERS,
+)
 
 
 def record(folder: Path, model: type[Classifier] = Noisy, **options: Any) -> Any:
@@ -48,7 +61,10 @@ def test_steps_match_with_replay_and_diverge_without(tmp_path, capsys):
         "planted.noisy_backward.default": (4, 4),
         "aten._local_scalar_dense.default": (4, 0),
     }
-    assert json.loads((tmp_path / "current" / "verdict.json").read_text()) == callback.verdict.to_dict()
+    assert (
+        json.loads((tmp_path / "current" / "verdict.json").read_text())
+        == callback.verdict.to_dict()
+    )
     assert "4 ops replayed" in capsys.readouterr().out
     assert has_same_weights(recorded[0], verified[0])
     with pytest.raises(DivergenceError, match=r"planted\.noisy\.default"):
@@ -70,7 +86,9 @@ def test_a_call_more_than_was_saved_is_a_divergence_and_no_damage(tmp_path):
 
 @pytest.mark.parametrize("style", rest_slow(sorted({*STYLES} - {"sparse"}), every=8))
 def test_every_style_replays_all_that_can_be(style, tmp_path):
-    """Everything is saved and put back: shapes, strides, in-place, foreach and fused ops, backward and optimizer."""
+    """Everything is saved and put back: shapes, strides, in-place, foreach and fused ops,
+    backward and optimizer.
+    """
     module, options = STYLES[style]
     plain, _, states = train(module, **options)
     train(module, DeterminismCallback(tmp_path / "run", mode="record", replay=("*",)), **options)
@@ -87,7 +105,9 @@ def test_every_style_replays_all_that_can_be(style, tmp_path):
 
 
 def test_a_pattern_that_means_nothing_is_said_at_the_end(tmp_path):
-    with pytest.warns(CoverageWarning, match=r"replay patterns 'aten\.index_add_\.default', because no op"):
+    with pytest.warns(
+        CoverageWarning, match=r"replay patterns 'aten\.index_add_\.default', because no op"
+    ):
         record(tmp_path / "run", replay=(*ALL, "aten.index_add_.default"), modules=("last",))
     callback, _ = verify(tmp_path / "run", tmp_path / "current")
     assert callback.verdict.coverage.replayed["planted.noisy.default"]["differing"] == 8
@@ -95,7 +115,10 @@ def test_a_pattern_that_means_nothing_is_said_at_the_end(tmp_path):
 
 def test_the_disk_is_asked_before_anything_is_recorded(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=80 * 2**20))
-    says = r"Nothing was recorded: .* may save 17 MiB, .* has 80 MiB free .* pass a smaller tensor_budget_mib"
+    says = (
+        r"Nothing was recorded: .* may save 17 MiB, .* has 80 MiB free .* pass a smaller "
+        r"tensor_budget_mib"
+    )
     with pytest.raises(ReplayError, match=says):
         record(tmp_path / "new" / "run", replay=ALL, tensor_budget_mib=17)
     assert not (tmp_path / "new").exists()
@@ -105,7 +128,9 @@ def test_the_disk_is_asked_before_anything_is_recorded(tmp_path, monkeypatch):
 def test_what_an_audit_wrote_is_taken_as_it_is_and_other_patterns_than_the_references_are_refused(
     tmp_path,
 ):
-    callback = DeterminismCallback(None, mode="audit", current=tmp_path / "audit", on_divergence="warn")
+    callback = DeterminismCallback(
+        None, mode="audit", current=tmp_path / "audit", on_divergence="warn"
+    )
     with pytest.warns(UserWarning, match="3 ops gave different bits"):
         train(Noisy, callback, epochs=1)
     replay = str(tmp_path / "audit" / "replay.yaml")

@@ -1,4 +1,6 @@
-"""A resumed recording adds an attempt to its reference, and has to agree with the steps that are there."""
+"""A resumed recording adds an attempt to its reference, and has to agree with
+the steps that are there.
+"""
 
 import shutil
 from collections.abc import Callable
@@ -21,8 +23,12 @@ BATCHES = 4
 """Steps of an epoch."""
 
 
-def fit(*callbacks: pl.Callback, ckpt_path: Any = None, model: Any = Steady, **options: Any) -> None:
-    Fit(*callbacks, model=model, **{"max_epochs": 2, **options}).run(ckpt_path=ckpt_path and str(ckpt_path))
+def fit(
+    *callbacks: pl.Callback, ckpt_path: Any = None, model: Any = Steady, **options: Any
+) -> None:
+    Fit(*callbacks, model=model, **{"max_epochs": 2, **options}).run(
+        ckpt_path=ckpt_path and str(ckpt_path)
+    )
 
 
 def recording(run: Path, **options: Any) -> DeterminismCallback:
@@ -44,7 +50,9 @@ def run(recorded: Path, tmp_path: Path) -> Path:
 
 
 def files_of(path: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    return {
+        str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()
+    }
 
 
 def steps_of(path: Path) -> list[int]:
@@ -55,23 +63,37 @@ def steps_of(path: Path) -> list[int]:
 def test_steps_that_agree_are_not_written_twice(recorded, run, capsys):
     with pytest.raises(SelectionError, match="replay="):  # another selection cannot be gone on with
         fit(recording(run, replay=("aten.addmm.default",)), ckpt_path=recorded / "4.ckpt")
-    fit(recording(run), ckpt_path=recorded / "2.ckpt", max_steps=6)  # one that stops earlier adds nothing
+    # one that stops earlier adds nothing
+    fit(recording(run), ckpt_path=recorded / "2.ckpt", max_steps=6)
     assert "4 steps match those already recorded; recorded 0 new steps" in capsys.readouterr().out
     callback = recording(run)
-    fit(callback, SaveAfter(run.parent, 3 * BATCHES, at="train_epoch_end"), ckpt_path=recorded / "6.ckpt", max_epochs=3)
+    fit(
+        callback,
+        SaveAfter(run.parent, 3 * BATCHES, at="train_epoch_end"),
+        ckpt_path=recorded / "6.ckpt",
+        max_epochs=3,
+    )
     resumed = Run.open(run)
     assert (resumed.is_complete, callback.verdict) == (True, None)
     assert steps_of(run) == list(range(3 * BATCHES))
-    earlier, attempt = (resumed.rank(0).file_of(0, step).path for step in (2 * BATCHES - 1, 2 * BATCHES))
+    earlier, attempt = (
+        resumed.rank(0).file_of(0, step).path for step in (2 * BATCHES - 1, 2 * BATCHES)
+    )
     assert earlier != attempt
-    assert f"2 steps match those already recorded; recorded {BATCHES} new steps" in capsys.readouterr().out
+    assert (
+        f"2 steps match those already recorded; recorded {BATCHES} new steps"
+        in capsys.readouterr().out
+    )
     # the steps before are what they were, and all of it is one training
     assert compare_runs(recorded / "run", run, steps="common").counts.steps_compared == 2 * BATCHES
     fit(recording(run), ckpt_path=run.parent / f"{3 * BATCHES}.ckpt", max_epochs=4)
     assert f"det_callbacks: recorded {BATCHES} new steps" in capsys.readouterr().out
     callback = DeterminismCallback(run, current=run.parent / "current")
     fit(callback, max_epochs=4)
-    assert (callback.verdict.verdict, callback.verdict.counts.steps_compared) == ("match", 4 * BATCHES)
+    assert (callback.verdict.verdict, callback.verdict.counts.steps_compared) == (
+        "match",
+        4 * BATCHES,
+    )
 
 
 MOMENTUM, LACKS = "exp_avg of first.weight", "exists only in the reference"
@@ -81,20 +103,35 @@ def change_momentum(content: dict[str, Any]) -> None:
     content["optimizer_states"][0]["state"][0]["exp_avg"][0, 0] += 1e-3
 
 
-IS_NOT = "differs from the reference's state at the end of step 3"  # of levels that do not record what is read
+# of levels that do not record what is read
+IS_NOT = "differs from the reference's state at the end of step 3"
 KEPT = "The recorded run is unchanged"
 LOADED = "Compare what was loaded with what was saved"
 CHANGES: list[tuple[Callable[[Any], object], str, dict[str, Any], str, str]] = [
     (change_momentum, "record", {}, MOMENTUM, KEPT),
     (change_momentum, "verify", {"level": "state"}, MOMENTUM, IS_NOT),
-    (lambda one: one["state_dict"]["last.weight"][1, 2].add_(1e-3), "verify", {}, "last.weight", LOADED),
-    (lambda one: one["state_dict"]["first.bias"].add_(1), "verify", {"modules": ["last"]}, "first.bias", IS_NOT),
+    (
+        lambda one: one["state_dict"]["last.weight"][1, 2].add_(1e-3),
+        "verify",
+        {},
+        "last.weight",
+        LOADED,
+    ),
+    (
+        lambda one: one["state_dict"]["first.bias"].add_(1),
+        "verify",
+        {"modules": ["last"]},
+        "first.bias",
+        IS_NOT,
+    ),
     (lambda one: one["optimizer_states"][0]["state"].clear(), "verify", {}, MOMENTUM, LACKS),
 ]
 
 
 @pytest.mark.parametrize(("change", "mode", "options", "name", "said"), CHANGES)
-def test_what_the_checkpoint_did_not_bring_back_is_named(change, mode, options, name, said, recorded, run, tmp_path):
+def test_what_the_checkpoint_did_not_bring_back_is_named(
+    change, mode, options, name, said, recorded, run, tmp_path
+):
     if options:
         fit(recording(run, **options, overwrite=True))
     before = files_of(run)
@@ -110,7 +147,8 @@ def test_what_the_checkpoint_did_not_bring_back_is_named(change, mode, options, 
     assert callback.verdict.explanation.startswith("Step 4, the first after resuming: ")
     assert name in (text := " ".join(str(caught.value).split()))
     assert said in text
-    if mode == "record":  # nothing of the attempt is left (run.json is written anew, with the same content)
+    # nothing of the attempt is left (run.json is written anew, with the same content)
+    if mode == "record":
         assert files_of(run) == before
 
 
@@ -121,21 +159,27 @@ class Other(Steady):
 
 
 def test_a_later_step_that_differs_takes_back_new_ones_too(recorded, tmp_path):
-    """A run with a gap: steps 0 and 1, and 4 to 7; resumed with step 2 it fills the gap, and must meet step 4."""
+    """A run with a gap: steps 0 and 1, and 4 to 7; resumed with step 2 it fills the gap,
+    and must meet step 4.
+    """
     run = tmp_path / "run"
     fit(recording(run), max_steps=2)
     fit(recording(run), ckpt_path=recorded / "4.ckpt")
     assert steps_of(run) == [0, 1, 4, 5, 6, 7]
     before = files_of(run)
     callback = recording(run)
-    with pytest.raises(DivergenceError, match=r"1 step before it matched.*without the 2 new steps of this attempt"):
+    with pytest.raises(
+        DivergenceError, match=r"1 step before it matched.*without the 2 new steps of this attempt"
+    ):
         fit(callback, model=Other, ckpt_path=recorded / "2.ckpt")
     assert callback.verdict.cause != "checkpoint"
     assert files_of(run) == before
     fit(callback, ckpt_path=recorded / "2.ckpt")  # the callback can resume again after it disagreed
     resumed, whole = Run.open(run).rank(0), Run.open(recorded / "run").rank(0)
     assert steps_of(run) == list(range(2 * BATCHES))
-    assert [resumed.chain(0, step) for step in range(8)] == [whole.chain(0, step) for step in range(8)]
+    assert [resumed.chain(0, step) for step in range(8)] == [
+        whole.chain(0, step) for step in range(8)
+    ]
 
 
 class Unseeded(Steady):
@@ -165,20 +209,29 @@ def test_where_steps_are_left_out_the_checkpoint_is_not_accused(tmp_path):
     run = tmp_path / "run"
     fit(recording(run, every_n_steps=3), SaveAfter(tmp_path, 4))
     with pytest.raises(DivergenceError) as caught:
-        fit(recording(run, every_n_steps=3, resume="plain"), model=Other, ckpt_path=tmp_path / "4.ckpt")
+        fit(
+            recording(run, every_n_steps=3, resume="plain"),
+            model=Other,
+            ckpt_path=tmp_path / "4.ckpt",
+        )
     assert "the first after resuming" not in str(caught.value)
     assert steps_of(run) == [0, 3, 6]
 
 
 def test_an_exception_in_a_resumed_attempt_keeps_what_was_there(recorded, run, capsys, monkeypatch):
     before = files_of(run)
-    at_step_6, at_step_9 = (RaiseAt("on_train_batch_start", StopError("stop"), call=call) for call in (3, 4))
+    at_step_6, at_step_9 = (
+        RaiseAt("on_train_batch_start", StopError("stop"), call=call) for call in (3, 4)
+    )
     with monkeypatch.context() as killed:
-        killed.setattr(shutil, "rmtree", lambda *_, **__: None)  # what a kill leaves is in nobody's way
+        # what a kill leaves is in nobody's way
+        killed.setattr(shutil, "rmtree", lambda *_, **__: None)
         with pytest.raises(StopError):
             fit(recording(run), at_step_6, ckpt_path=recorded / "4.ckpt", max_epochs=3)
     assert "before its first new step" in capsys.readouterr().out
-    assert {name: content for name, content in files_of(run).items() if ".disagreement" not in name} == before
+    assert {
+        name: content for name, content in files_of(run).items() if ".disagreement" not in name
+    } == before
     assert (run / ".disagreement").exists()
 
     # one that has added a step is incomplete until it is gone on with
@@ -189,7 +242,10 @@ def test_an_exception_in_a_resumed_attempt_keeps_what_was_there(recorded, run, c
     current = run.parent / "current"
     with pytest.raises(
         ReferenceFormatError,
-        match=r"is incomplete: .*8 is the last whole step\. Continue the recording .*Lightning: ckpt_path",
+        match=(
+            r"is incomplete: .*8 is the last whole step\. Continue the recording .*Lightning: "
+            r"ckpt_path"
+        ),
     ):
         fit(DeterminismCallback(run, current=current), max_epochs=3)
     callback = DeterminismCallback(run, current=current, steps="common")

@@ -13,7 +13,12 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.data import DataLoader
 from trainers import quiet_trainer
 
-from det_callbacks import DeterminismCallback, DeterminismSettings, SettingsError, enforce_determinism
+from det_callbacks import (
+    DeterminismCallback,
+    DeterminismSettings,
+    SettingsError,
+    enforce_determinism,
+)
 from det_callbacks.runs.store import Run
 from det_callbacks.settings import settings_in_force
 
@@ -22,7 +27,9 @@ SETTINGS = DeterminismSettings(seed=0)
 
 @pytest.fixture(autouse=True)
 def _puts_back_what_a_trainer_sets() -> Iterator[None]:
-    with enforce_determinism(DeterminismSettings(deterministic_algorithms=None, cublas_workspace_config=None)):
+    with enforce_determinism(
+        DeterminismSettings(deterministic_algorithms=None, cublas_workspace_config=None)
+    ):
         yield
 
 
@@ -46,14 +53,21 @@ def test_a_seed_after_the_model_is_refused_with_names_and_fine_before_it(tmp_pat
     with enforce_determinism(SETTINGS):
         torch.manual_seed(5)
         message = refused(tmp_path / "run", early)
-        assert message.startswith("seed=0 is not in force: the seed of torch is 5 and should be 0. If the program")
+        assert message.startswith(
+            "seed=0 is not in force: the seed of torch is 5 and should be 0. If the program"
+        )
         torch.manual_seed(0)
         message = refused(tmp_path / "run", early)
-        assert f"{len(names)} of the model's {len(names)} parameters ({', '.join(names[:3])}, ...)" in message
+        assert (
+            f"{len(names)} of the model's {len(names)} parameters ({', '.join(names[:3])}, ...)"
+            in message
+        )
         assert "Seed before you build the model, with " in message
         late = Classifier()
         late.last = early.last
-        assert "(last.weight, last.bias) were already initialised" in refused(tmp_path / "run", late)
+        assert "(last.weight, last.bias) were already initialised" in refused(
+            tmp_path / "run", late
+        )
         pl.seed_everything(0, workers=False, verbose=False)
         message = refused(tmp_path / "run", Classifier())
         assert "not in force: PL_SEED_WORKERS is 0 and should be 1. " in message
@@ -71,9 +85,13 @@ CUDNN = {"deterministic_algorithms": "error", "cudnn_deterministic": True, "cudn
 OTHERS = {"deterministic_algorithms": "warn", "cublas_workspace_config": ":16:8", "num_threads": 1}
 
 
-@pytest.mark.parametrize(("options", "wanted"), [(TEMPLATE, CUDNN), ({"deterministic": True}, OTHERS)])
+@pytest.mark.parametrize(
+    ("options", "wanted"), [(TEMPLATE, CUDNN), ({"deterministic": True}, OTHERS)]
+)
 @pytest.mark.parametrize("stops_at", ["", "on_fit_start", "on_train_batch_end"])
-def test_what_can_still_be_set_is_set_for_the_training_and_put_back_after_it(stops_at, options, wanted, tmp_path):
+def test_what_can_still_be_set_is_set_for_the_training_and_put_back_after_it(
+    stops_at, options, wanted, tmp_path
+):
     def but_the_seed() -> dict[str, Any]:
         return {**settings_in_force(), "seed": None}
 

@@ -1,4 +1,6 @@
-"""A run of several fits: one reference, one verdict, and a process that may not end before the last of them."""
+"""A run of several fits: one reference, one verdict, and a process that may not
+end before the last of them.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from trainers import LIGHTNING_ADVICE
 from det_callbacks import DeterminismCallback, DivergenceError, DivergenceWarning, cli
 from det_callbacks.report.verdict import next_lines
 from det_callbacks.runs.store import Run
-from det_callbacks.training.fits import take_unfinished
+from det_callbacks.training.recording import take_unfinished
 
 pytestmark = LIGHTNING_ADVICE
 
@@ -31,12 +33,17 @@ def current(tmp_path: Path) -> Path:
 def test_two_fits_are_two_segments_and_verified_together(two_fits, current, capsys):
     run = Run.open(two_fits)
     assert run.is_complete
-    assert [run.rank(0).steps(segment).tolist() for segment in run.rank(0).segments] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [run.rank(0).steps(segment).tolist() for segment in run.rank(0).segments] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+    ]
     callback = DeterminismCallback(two_fits, current=current)
     fit = Fit(callback).run()
     assert callback.verdict is None
     assert not (current / "verdict.json").exists()
-    assert f"part 1 (fit) of 2 matches {two_fits}: verified 4 steps" in (printed := capsys.readouterr().out)
+    assert f"part 1 (fit) of 2 matches {two_fits}: verified 4 steps" in (
+        printed := capsys.readouterr().out
+    )
     assert "diverged" not in printed
     fit.again(epochs=2)
     assert (callback.verdict.verdict, callback.verdict.counts.steps_compared) == ("match", 8)

@@ -42,7 +42,11 @@ def facts(run: str, *names: str) -> dict[str, Any]:
 
 @pytest.fixture
 def project(run_command: Run) -> Run:
-    source = f"import sys\nsys.path.append({str(Path(__file__).parent)!r})\nsys.argv, own = sys.argv[:1], sys.argv\n"
+    source = (
+        "import sys\n"
+        f"sys.path.append({str(Path(__file__).parent)!r})\n"
+        "sys.argv, own = sys.argv[:1], sys.argv\n"
+    )
     own = f"{source}import checked_app\nsys.argv = own\n"
     Path("with_hydra.py").write_text(own + HYDRA)
     Path("conf").mkdir()
@@ -63,15 +67,34 @@ def test_a_hydra_script_keeps_its_configuration_and_its_overrides(project):
         "config.logger.hub_token": "<withheld>",
         "config.logger.dir": "<run><place>",
     }
-    assert project("verify", "run", "--level", "state", script="with_hydra.py", faults=words).status == 0
+    assert (
+        project("verify", "run", "--level", "state", script="with_hydra.py", faults=words).status
+        == 0
+    )
     words[0] = "model.lr=0.3"
-    assert project("record", "other", "--level", "state", script="with_hydra.py", faults=words).status == 0
-    differing = {one.name: (one.reference, one.current) for one in compare_runs("run", "other").environment}
-    words_of = [["with_hydra.py", f"model.lr={lr}", "+logger.hub_token=<withheld>"] for lr in (0.2, 0.3)]
+    assert (
+        project("record", "other", "--level", "state", script="with_hydra.py", faults=words).status
+        == 0
+    )
+    differing = {
+        one.name: (one.reference, one.current) for one in compare_runs("run", "other").environment
+    }
+    words_of = [
+        ["with_hydra.py", f"model.lr={lr}", "+logger.hub_token=<withheld>"] for lr in (0.2, 0.3)
+    ]
     assert differing == {"config.model.lr": (0.2, 0.3), "process.argv": (*words_of,)}
 
 
 def test_any_script_keeps_its_words(project):
-    done = project("record", "run", "--level", "state", script="train.py", faults=["planted", "--password", "abc"])
+    done = project(
+        "record",
+        "run",
+        "--level",
+        "state",
+        script="train.py",
+        faults=["planted", "--password", "abc"],
+    )
     assert done.status == 0
-    assert facts("run", "process.") == {"process.argv": ["train.py", "planted", "--password", "<withheld>"]}
+    assert facts("run", "process.") == {
+        "process.argv": ["train.py", "planted", "--password", "<withheld>"]
+    }

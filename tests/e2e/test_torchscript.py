@@ -1,4 +1,6 @@
-"""Modules that TorchScript runs: what ran before in the process decides which ops its executor runs."""
+"""Modules that TorchScript runs: what ran before in the process decides
+which ops its executor runs.
+"""
 
 import lightning.pytorch as pl
 import pytest
@@ -9,7 +11,10 @@ from trainers import LIGHTNING_ADVICE, quiet_trainer
 
 from det_callbacks import DeterminismCallback, DivergenceError
 
-pytestmark = [LIGHTNING_ADVICE, pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")]
+pytestmark = [
+    LIGHTNING_ADVICE,
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated"),
+]
 
 
 def scaled() -> nn.Module:
@@ -40,7 +45,9 @@ class Model(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(callback: DeterminismCallback, *, is_scripted: bool, num_before: int = 0, has_more: bool = False) -> None:
+def fit(
+    callback: DeterminismCallback, *, is_scripted: bool, num_before: int = 0, has_more: bool = False
+) -> None:
     torch.manual_seed(0)
     model = Model(is_scripted=is_scripted)
     model.has_more = has_more
@@ -53,11 +60,17 @@ def fit(callback: DeterminismCallback, *, is_scripted: bool, num_before: int = 0
 
 def test_what_ran_before_changes_nothing_where_no_executor_runs(tmp_path):
     fit(DeterminismCallback(tmp_path / "run", mode="record"), is_scripted=False)
-    fit(DeterminismCallback(tmp_path / "run", current=tmp_path / "current"), is_scripted=False, num_before=3)
+    fit(
+        DeterminismCallback(tmp_path / "run", current=tmp_path / "current"),
+        is_scripted=False,
+        num_before=3,
+    )
 
 
 def test_an_op_that_another_module_has_is_not_laid_to_it(tmp_path):
-    """The executor has settled by then: both runs have its ops of a process in which it ran before."""
+    """The executor has settled by then: both runs have its ops of a process in
+    which it ran before.
+    """
     fit(DeterminismCallback(tmp_path / "first", mode="record"), is_scripted=True, num_before=3)
     fit(DeterminismCallback(tmp_path / "run", mode="record"), is_scripted=True, num_before=3)
     current = DeterminismCallback(tmp_path / "run", current=tmp_path / "current")

@@ -1,4 +1,5 @@
-"""Every style of training: recorded twice alike, verified as a match, and trained as if nobody looked.
+"""Every style of training: recorded twice alike, verified as a match,
+and trained as if nobody looked.
 
 And one that replays CUDA graphs, on the stand-in; and a long one, in which memory stays flat.
 """
@@ -42,13 +43,21 @@ def test_a_verified_run_matches_and_is_not_disturbed(style, level, tmp_path):
     assert callback.verdict.counts.steps_compared == first.rank(0).num_steps > 0
     assert has_same_weights(plain, seen)
     assert (losses, states) == (seen_losses, seen_states)
-    if style == "checkpoint" and level == "op":  # repeated ops and their backward have the user's lines
+    # repeated ops and their backward have the user's lines
+    if style == "checkpoint" and level == "op":
         sites = first.view(0, 0, 1).program.sites
         repeated = [site for site in sites if site.recomputed and site.op]
         assert len(repeated) > 3
-        backward = [site for site in sites if site.phase == "backward" and site.op and site.module not in ("", "?")]
+        backward = [
+            site
+            for site in sites
+            if site.phase == "backward" and site.op and site.module not in ("", "?")
+        ]
         for site in (*repeated, *backward):
-            assert any(line.startswith("tests/e2e/fits.py:") for line in site.source), (site.op, site.source)
+            assert any(line.startswith("tests/e2e/fits.py:") for line in site.source), (
+                site.op,
+                site.source,
+            )
 
 
 class Graphed(Classifier):
@@ -72,7 +81,10 @@ class Graphed(Classifier):
 
 
 def fit(path: Path, mode: str, fault_at: int | None = None) -> None:
-    Fit(DeterminismCallback(path, mode=mode, current=path.with_name("current")), model=partial(Graphed, fault_at)).run()
+    Fit(
+        DeterminismCallback(path, mode=mode, current=path.with_name("current")),
+        model=partial(Graphed, fault_at),
+    ).run()
 
 
 def test_a_fit_that_replays_a_graph(tmp_path, capsys):
@@ -104,7 +116,9 @@ class Watched(Classifier):
 
     def on_train_end(self) -> None:
         (bytes_before, files_before), (bytes_after, files_after) = self.before, self.after
-        print(f"resident memory: {bytes_before / 2**20:.1f} MiB, then {bytes_after / 2**20:.1f} MiB")
+        print(
+            f"resident memory: {bytes_before / 2**20:.1f} MiB, then {bytes_after / 2**20:.1f} MiB"
+        )
         assert self.global_step == NUM_LONG_STEPS
         assert files_after == files_before
         assert bytes_after < 1.05 * bytes_before
@@ -131,6 +145,8 @@ def test_memory_and_open_files_stay_flat_over_20000_steps(tmp_path):
         quiet_trainer(callback, max_epochs=NUM_LONG_STEPS // len(loader)).fit(Watched(), loader)
 
     for mode in ("record", "verify"):
-        (ended,) = run_ranks(lambda _, mode=mode: train_long(mode), tmp_path / mode, world_size=1, seconds=3600)
+        (ended,) = run_ranks(
+            lambda _, mode=mode: train_long(mode), tmp_path / mode, world_size=1, seconds=3600
+        )
         assert ended.exit_code == 0, ended.output
         print(ended.output)

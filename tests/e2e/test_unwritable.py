@@ -12,7 +12,7 @@ from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import DeterminismCallback, WriteError
 from det_callbacks.compare.record import VERDICT_FILE
-from det_callbacks.runs import disk
+from det_callbacks.runs import files
 from det_callbacks.runs.store import Run
 
 pytestmark = LIGHTNING_ADVICE
@@ -27,10 +27,10 @@ def fill_disk(monkeypatch: Any) -> Callable[[int], None]:
             if next(left, None) is None:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        real, fsync = disk.AppendedFile.write, os.fsync
+        real, fsync = files.AppendedFile.write, os.fsync
 
-        def write(file: disk.AppendedFile, content: bytes) -> int:
-            with disk.writing(file._path):
+        def write(file: files.AppendedFile, content: bytes) -> int:
+            with files.writing(file._path):
                 have_room()
             return real(file, content)
 
@@ -38,7 +38,7 @@ def fill_disk(monkeypatch: Any) -> Callable[[int], None]:
             have_room()
             fsync(number)
 
-        monkeypatch.setattr(disk.AppendedFile, "write", write)
+        monkeypatch.setattr(files.AppendedFile, "write", write)
         monkeypatch.setattr(os, "fsync", sync)
 
     return fill
@@ -56,16 +56,24 @@ def test_a_file_in_the_way_is_named_with_the_argument(mode, reference, tmp_path)
     argument = "reference of Det" if mode == "record" else "current of Det"
     assert f"{tmp_path / 'file'} is a file; " in str(caught.value)
     assert argument in str(caught.value)
-    assert (caught.value.exit_code, callback.verdict, (tmp_path / "file").read_text()) == (2, None, "theirs")
+    assert (caught.value.exit_code, callback.verdict, (tmp_path / "file").read_text()) == (
+        2,
+        None,
+        "theirs",
+    )
     assert_nothing_left(fit, callback)
 
 
 @pytest.mark.parametrize("after", [0, 1, 5, 9, 14])
-def test_a_recording_whose_disk_fills_is_one_sentence_and_incomplete(after, fill_disk, tmp_path, capsys):
+def test_a_recording_whose_disk_fills_is_one_sentence_and_incomplete(
+    after, fill_disk, tmp_path, capsys
+):
     """Wherever it fills: at the start, in a step, in what explains it, or at the end."""
     fit = Fit(callback := DeterminismCallback(tmp_path / "run", mode="record"))
     fill_disk(after)
-    with pytest.raises(WriteError, match=r"No space left on device; free some space, or .*RUN") as caught:
+    with pytest.raises(
+        WriteError, match=r"No space left on device; free some space, or .*RUN"
+    ) as caught:
         fit.run()
     assert caught.value.__cause__ is None, "it would bury the sentence"
     assert "recorded" not in capsys.readouterr().out
@@ -74,8 +82,12 @@ def test_a_recording_whose_disk_fills_is_one_sentence_and_incomplete(after, fill
         assert not Run.open(tmp_path / "run").is_complete
 
 
-@pytest.mark.parametrize(("fault", "after"), [*((False, n) for n in range(5)), *((True, n) for n in range(9))])
-def test_a_verification_whose_disk_fills_has_no_verdict(fault, after, fill_disk, reference, tmp_path):
+@pytest.mark.parametrize(
+    ("fault", "after"), [*((False, n) for n in range(5)), *((True, n) for n in range(9))]
+)
+def test_a_verification_whose_disk_fills_has_no_verdict(
+    fault, after, fill_disk, reference, tmp_path
+):
     fit = Fit(callback := DeterminismCallback(reference, current=tmp_path / "current"))
     if fault:
         fit.model.first.weight.data += 1

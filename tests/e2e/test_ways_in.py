@@ -1,4 +1,6 @@
-"""Each way in does the same: it records, verifies, resumes, and names the same culprit of the same training."""
+"""Each way in does the same: it records, verifies, resumes,
+and names the same culprit of the same training.
+"""
 
 import importlib.util
 import sys
@@ -44,7 +46,9 @@ class Module(pl.LightningModule):
 def lightning(callback: dict[str, Any], fault: str, is_resumed: bool) -> None:
     ways.seed(fault)
     saving = ModelCheckpoint(".", "{step}", every_n_train_steps=AT, save_top_k=-1)
-    trainer = quiet_trainer(DeterminismCallback("run", **callback), saving, enable_checkpointing=True)
+    trainer = quiet_trainer(
+        DeterminismCallback("run", **callback), saving, enable_checkpointing=True
+    )
     module = Module(fault, AT if is_resumed else 0)
     loader = DataLoader(Samples(fault), batch_size=BATCH)
     trainer.fit(module, loader, ckpt_path=f"step={AT}.ckpt" if is_resumed else None)
@@ -89,7 +93,13 @@ def followed(way: str) -> Train:
     def train(callback: dict[str, Any], fault: str, is_resumed: bool) -> None:
         given = {"overwrite": "--overwrite", "current": f"--current={callback.get('current')}"}
         words = [given[name] for name in callback if name in given]
-        script = [sys.executable, ways.__file__, way, fault or "none", *(["resumed"] if is_resumed else [])]
+        script = [
+            sys.executable,
+            ways.__file__,
+            way,
+            fault or "none",
+            *(["resumed"] if is_resumed else []),
+        ]
         assert main([callback["mode"], "run", *words, "--", *script]) in (0, 1, 3)
 
     return train
@@ -165,7 +175,9 @@ def test_a_training_matches_itself_and_each_fault_is_named(recorded):
 
 def test_a_resumed_training_is_compared_from_there_on(recorded):
     verdict = verify(recorded, "", is_resumed=True)
-    assert (verdict.verdict, verdict.coverage.steps) == ("match", (AT, NUM_STEPS - 1)), verdict.explanation
+    assert (verdict.verdict, verdict.coverage.steps) == ("match", (AT, NUM_STEPS - 1)), (
+        verdict.explanation
+    )
     assert verdict.resume is not None
     assert verdict.resume.step == AT
     assert verdict.resume.restored["parameters"] == "restored"

@@ -80,7 +80,10 @@ def fit(kind: type[InBackward], callback: DeterminismCallback, *, rate: float = 
 def test_a_training_without_an_optimizer_is_recorded_verified_and_resumed(kind, cause, tmp_path):
     fit(kind, DeterminismCallback(tmp_path / "run", mode="record"))
     facts = Run.open(tmp_path / "run").manifest.environment
-    assert [name for name in facts if name.startswith("optimizer")] == ["optimizer", "optimizer.lr_scheduler"]
+    assert [name for name in facts if name.startswith("optimizer")] == [
+        "optimizer",
+        "optimizer.lr_scheduler",
+    ]
     assert facts["optimizer"].value == "none"
     same = DeterminismCallback(tmp_path / "run", current=tmp_path / "same")
     fit(kind, same)
@@ -90,7 +93,10 @@ def test_a_training_without_an_optimizer_is_recorded_verified_and_resumed(kind, 
         fit(kind, other, rate=0.2)
     assert (other.verdict.first_divergence.step, other.verdict.cause) == (2, cause)
     trainer = partial(quiet_trainer, max_epochs=2)
-    assert prove_resume(trainer, kind, data, stop_at=3, steps=8, folder=tmp_path / "proof").verdict == "match"
+    assert (
+        prove_resume(trainer, kind, data, stop_at=3, steps=8, folder=tmp_path / "proof").verdict
+        == "match"
+    )
 
 
 def test_below_level_op_no_optimizer_is_blamed(tmp_path):

@@ -1,4 +1,5 @@
-"""One training in each way in: ``python ways.py WAY FAULT [resumed]`` for those that know nothing of det_callbacks.
+"""One training in each way in: ``python ways.py WAY FAULT [resumed]`` for those that know
+nothing of det_callbacks.
 
 Each way trains the same model on the same batches in the same order, and plants the same faults.
 """
@@ -15,7 +16,9 @@ from torch.optim import AdamW
 from torch.utils.data import DataLoader, Dataset
 
 NUM_STEPS, BATCH, AT = 6, 4, 3
-"""Each training has so many steps of so many samples, and a fault in step AT; a resume begins with it."""
+"""Each training has so many steps of so many samples, and a fault in step AT;
+a resume begins with it.
+"""
 
 
 class Backward(torch.autograd.Function):
@@ -47,7 +50,11 @@ class Net(nn.Module):
             torch.rand(1)
         outputs = self.last(Backward.apply(self.drop(hidden), 1.5 if self.has("backward") else 1.0))
         self.step += 1
-        return outputs if labels is None else {"loss": cross_entropy(outputs, labels), "logits": outputs}
+        return (
+            outputs
+            if labels is None
+            else {"loss": cross_entropy(outputs, labels), "logits": outputs}
+        )
 
 
 class Samples(Dataset[Any]):
@@ -78,7 +85,11 @@ def rate(fault: str) -> float:
 
 
 def save(path: Path, model: nn.Module, optimizer: Any) -> None:
-    parts = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
+    parts = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "rng": torch.get_rng_state(),
+    }
     torch.save(parts, path)
 
 
@@ -145,7 +156,9 @@ def fabric(fault: str, checkpoint: Path | None) -> None:
     model, optimizer = prepared.setup(net, AdamW(net.parameters(), lr=rate(fault)))
     if checkpoint is not None:
         load(checkpoint, net, optimizer)
-    for number, batch in enumerate(prepared.setup_dataloaders(DataLoader(Samples(fault), batch_size=BATCH))):
+    for number, batch in enumerate(
+        prepared.setup_dataloaders(DataLoader(Samples(fault), batch_size=BATCH))
+    ):
         if number < first:
             continue
         if number == first:
@@ -166,7 +179,9 @@ def accelerate(fault: str, checkpoint: Path | None) -> None:
     prepared = Accelerator(cpu=True)
     net = Net(fault, first)
     loader = DataLoader(Samples(fault), batch_size=BATCH)
-    model, optimizer, loader = prepared.prepare(net, AdamW(net.parameters(), lr=rate(fault)), loader)
+    model, optimizer, loader = prepared.prepare(
+        net, AdamW(net.parameters(), lr=rate(fault)), loader
+    )
     if checkpoint is not None:
         load(checkpoint, net, optimizer)
     for batch in skip_first_batches(loader, first) if first else loader:

@@ -1,7 +1,9 @@
-"""The training whose runs are kept here: ``python training.py FOLDER`` records one, and verifies another against it.
+"""The training whose runs are kept here: ``python training.py FOLDER`` records one,
+and verifies another against it.
 
-Its numbers are small multiples of powers of two, so that every machine and every version of torch gets the same bits.
-``tests/frozen/format-2`` was made in an empty folder outside of the repository by the version of its ``run.json``.
+Its numbers are small multiples of powers of two, so that every machine and every version of torch
+gets the same bits. ``tests/frozen/format-2`` was made in an empty folder outside of the repository
+by the version of its ``run.json``.
 """
 
 import sys
@@ -28,7 +30,12 @@ class Scale(nn.Module):
 def network(wrong_at: int | None) -> nn.Module:
     """Return the model, whose layer "scale" uses another factor in one step."""
     torch.manual_seed(0)
-    layers = {"first": nn.Linear(4, 4), "relu": nn.ReLU(), "scale": Scale(wrong_at), "last": nn.Linear(4, 2)}
+    layers = {
+        "first": nn.Linear(4, 4),
+        "relu": nn.ReLU(),
+        "scale": Scale(wrong_at),
+        "last": nn.Linear(4, 2),
+    }
     model = nn.Sequential(OrderedDict(layers))
     for parameter in model.parameters():
         numbers = torch.arange(parameter.numel()).remainder(5) - 2
@@ -37,11 +44,15 @@ def network(wrong_at: int | None) -> nn.Module:
 
 
 def train(folder: Path, *, mode: str, wrong_at: int | None = None) -> Verdict | None:
-    """Record into ``folder/reference``, or verify another run against it, and return the verdict."""
+    """Record into ``folder/reference``, or verify another run against it,
+    and return the verdict.
+    """
     model = network(wrong_at)
     optimizer = torch.optim.SGD(model.parameters(), lr=1 / 16, momentum=0.5)
     chosen = (
-        {"keep_tensors": ["forward/scale:aten.mul.Tensor"]} if mode == "record" else {"current": folder / "current"}
+        {"keep_tensors": ["forward/scale:aten.mul.Tensor"]}
+        if mode == "record"
+        else {"current": folder / "current"}
     )
     run = TrainingRun(folder / "reference", mode=mode, model=model, optimizers=optimizer, **chosen)
     try:

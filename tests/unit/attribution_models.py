@@ -14,7 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 def standing_in(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function behind a frame of its own, whose file is called after a module."""
-    code = compile("def stand_in(*args, **kwargs):\n    return function(*args, **kwargs)\n", f"<module {name}>", "exec")
+    code = compile(
+        "def stand_in(*args, **kwargs):\n    return function(*args, **kwargs)\n",
+        f"<module {name}>",
+        "exec",
+    )
     scope: dict[str, Any] = {"function": function}
     exec(code, scope)
     return scope["stand_in"]
@@ -87,7 +91,11 @@ class Customs(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two, self.inner = nn.Linear(4, 4), Functional(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        self.one, self.two, self.inner = (
+            nn.Linear(4, 4),
+            Functional(4, 4),
+            nn.Sequential(nn.Linear(4, 4), nn.Tanh()),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = Through.apply(self.two(Scale.apply(self.one(x), 2.0)), self.inner)
@@ -106,7 +114,9 @@ class Gate(nn.Module):
         y[:, :3].mul_(2)
         y[:, 0] += y[:, 1].detach()
         y[:, 2:4][1:] = 0.5
-        return y.view(-1, 2, 3).transpose(1, 2).masked_fill_(torch.zeros(3, 2, dtype=torch.bool), 0.0)
+        return (
+            y.view(-1, 2, 3).transpose(1, 2).masked_fill_(torch.zeros(3, 2, dtype=torch.bool), 0.0)
+        )
 
 
 class Views(nn.ModuleList):
@@ -120,7 +130,9 @@ class Views(nn.ModuleList):
 
 
 class Inner(nn.Module):
-    """Checkpoints a lambda with ops outside any module call, and modules that lie elsewhere in the tree."""
+    """Checkpoints a lambda with ops outside any module call,
+    and modules that lie elsewhere in the tree.
+    """
 
     def __init__(self, name: str, elsewhere: nn.Module, *, reentrant: bool) -> None:
         super().__init__()
@@ -144,14 +156,18 @@ class Checkpointing(nn.Module):
     def __init__(self, *, reentrant: bool) -> None:
         super().__init__()
         self.aaa = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.2))
-        self.inner = nn.ModuleList(Inner(f"inner.{i}", self.aaa, reentrant=reentrant) for i in range(2))
+        self.inner = nn.ModuleList(
+            Inner(f"inner.{i}", self.aaa, reentrant=reentrant) for i in range(2)
+        )
         self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.aaa(x) * 3
         for module in self.inner:
             x = checkpoint(module, x, use_reentrant=self.reentrant)
-        at_once = checkpoint(standing_in("", lambda y: y.exp().sin() * y), x, use_reentrant=self.reentrant)
+        at_once = checkpoint(
+            standing_in("", lambda y: y.exp().sin() * y), x, use_reentrant=self.reentrant
+        )
         return at_once + checkpoint(self.aaa, x, use_reentrant=self.reentrant).cos()
 
 
@@ -186,7 +202,11 @@ class Penalised(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.first(x)
-        return checkpoint(self.penalty, y, use_reentrant=False, early_stop=False) + y.sum() + self.penalty(y)
+        return (
+            checkpoint(self.penalty, y, use_reentrant=False, early_stop=False)
+            + y.sum()
+            + self.penalty(y)
+        )
 
 
 def _halve(parameter: Tensor) -> None:
@@ -198,13 +218,19 @@ class Hooked(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two, self.three = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+        self.one, self.two, self.three = (
+            nn.Linear(4, 4),
+            nn.Linear(4, 4),
+            nn.Linear(4, 4, bias=False),
+        )
         self.two.register_full_backward_hook(lambda _module, grads, _outputs: (grads[0] * 2,))
         self.one.weight.register_hook(lambda grad: grad.clamp(-1, 1))
         self.one.bias.register_post_accumulate_grad_hook(_halve)
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved * 2, lambda packed: packed / 2):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda saved: saved * 2, lambda packed: packed / 2
+        ):
             y = Through.apply(self.two(self.one(x)).exp(), self.three)
         y.register_hook(lambda grad: Scale.apply(self.three(grad), 0.5))
         return y.sin()
@@ -216,8 +242,14 @@ def _functional() -> tuple[nn.Module, Step]:
 
     def step() -> None:
         x = _rows()
-        slope = torch.func.grad(lambda y: torch.func.functional_call(model, dict(model.named_parameters()), y).sum())
-        (model(x).sum() + slope(x).square().sum() + torch.func.vmap(lambda row: model(row))(x).sum()).backward()
+        slope = torch.func.grad(
+            lambda y: torch.func.functional_call(model, dict(model.named_parameters()), y).sum()
+        )
+        (
+            model(x).sum()
+            + slope(x).square().sum()
+            + torch.func.vmap(lambda row: model(row))(x).sum()
+        ).backward()
 
     return model, step
 
@@ -227,11 +259,17 @@ def _rows() -> Tensor:
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Step]]] = {
-    "transformer": lambda: _plain(Transformer(width=8, is_tied=True), lambda: torch.randint(50, (2, 6))),
+    "transformer": lambda: _plain(
+        Transformer(width=8, is_tied=True), lambda: torch.randint(50, (2, 6))
+    ),
     "views": lambda: _plain(Views([Gate(), Gate(), nn.Linear(6, 2)]), lambda: torch.randn(3, 6)),
     "functions and a custom op": lambda: _plain(Customs(), _rows),
-    "nested checkpoints": lambda: _plain(Checkpointing(reentrant=False), lambda: _rows().requires_grad_()),
-    "nested checkpoints, reentrant": lambda: _plain(Checkpointing(reentrant=True), lambda: _rows().requires_grad_()),
+    "nested checkpoints": lambda: _plain(
+        Checkpointing(reentrant=False), lambda: _rows().requires_grad_()
+    ),
+    "nested checkpoints, reentrant": lambda: _plain(
+        Checkpointing(reentrant=True), lambda: _rows().requires_grad_()
+    ),
     "gradient penalty": lambda: _plain(Penalised(), _rows),
     "hooks": lambda: _plain(Hooked(), lambda: _rows().requires_grad_()),
     "torch.func": _functional,

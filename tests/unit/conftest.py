@@ -28,7 +28,9 @@ def single_thread() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
-@pytest.fixture(params=[pytest.param("boxed", id="opaque"), pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.fixture(
+    params=[pytest.param("boxed", id="opaque"), pytest.param("inductor", marks=pytest.mark.slow)]
+)
 def backend(request: pytest.FixtureRequest) -> Any:
     """A compiler: one that runs op after op, and the one that users use."""
     return opaque_backend() if request.param == "boxed" else request.param

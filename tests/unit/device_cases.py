@@ -1,7 +1,8 @@
-"""Random tensors whose digests a device's method has to get right, and the means to try that method on the host.
+"""Random tensors whose digests a device's method has to get right,
+and the means to try that method on the host.
 
-As a program it does so with the Triton kernels in Triton's interpreter, which has to be asked for before they are
-defined: ``TRITON_INTERPRET=1 python device_cases.py NUM_CASES``.
+As a program it does so with the Triton kernels in Triton's interpreter, which has to be asked for
+before they are defined: ``TRITON_INTERPRET=1 python device_cases.py NUM_CASES``.
 """
 
 import ctypes
@@ -13,24 +14,45 @@ import torch
 from late_device import late_device
 
 from det_callbacks.digest.components import digest_output, digest_tensor, digest_tensors
-from det_callbacks.digest.device.triton_digest import TritonDigest, disagreement
 from det_callbacks.digest.host import digest_memory
+from det_callbacks.digest.triton_digest import TritonDigest, disagreement
 
 HOST = torch.device("cpu")
 LEAF = 256 * 1024
 QUANTISED = {torch.qint8, torch.qint32, torch.quint8, torch.quint4x2, torch.quint2x4}
-DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)} - QUANTISED, key=str)
-UNCONJUGATED = {getattr(torch, "bcomplex32", None)}  # torch 2.14 and 2.15 cannot conjugate it on the host
-EDGES = (1, 8, 9, 1023, 1024, 1025, 16 * 1024 + 1, 32 * 1024 - 1, 32 * 1024, 32 * 1024 + 1, LEAF, LEAF + 1, 3 * LEAF)
+DTYPES = sorted(
+    {value for value in vars(torch).values() if isinstance(value, torch.dtype)} - QUANTISED, key=str
+)
+# torch 2.14 and 2.15 cannot conjugate it on the host
+UNCONJUGATED = {getattr(torch, "bcomplex32", None)}
+EDGES = (
+    1,
+    8,
+    9,
+    1023,
+    1024,
+    1025,
+    16 * 1024 + 1,
+    32 * 1024 - 1,
+    32 * 1024,
+    32 * 1024 + 1,
+    LEAF,
+    LEAF + 1,
+    3 * LEAF,
+)
 
 
 def of_bits(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
     num_bytes, high = torch.Size(shape).numel() * dtype.itemsize, 2 if dtype is torch.bool else 256
-    raw = torch.randint(0, high, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    raw = torch.randint(
+        0, high, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
     return raw.view(dtype).reshape(shape)
 
 
-def tensors(num_cases: int, *, largest: int, seed: int, device: torch.device = HOST) -> list[torch.Tensor]:
+def tensors(
+    num_cases: int, *, largest: int, seed: int, device: torch.device = HOST
+) -> list[torch.Tensor]:
     draw = random.Random(seed)
     found = []
     for _ in range(num_cases):
@@ -43,7 +65,8 @@ def tensors(num_cases: int, *, largest: int, seed: int, device: torch.device = H
         offset = draw.randrange(9)
         numel = rows * columns * 2 + offset + 1
         raw = of_bits(dtype, numel, seed=draw.randrange(1 << 32)).view(torch.uint8)
-        base = raw.to(device).view(dtype)[offset:]  # as bytes: no device copies all dtypes in all layouts
+        # as bytes: no device copies all dtypes in all layouts
+        base = raw.to(device).view(dtype)[offset:]
         box = base[: rows * columns * 2].reshape(rows, columns, 2)
         transposed, permuted = box.reshape(rows, columns * 2).t(), box.permute(2, 0, 1)
         strided, expanded, zero_d = box[:, :, 1], box[:1].expand(rows, columns, 2), base[0]
@@ -73,21 +96,27 @@ def check_edges_of_memory(method: TritonDigest) -> None:
         assert protect(ctypes.c_void_p(forbidden), ctypes.c_size_t(page), 0) == 0
     for num_bytes in (1, 5, 8, 13, 1023, 1025):
         for address in (start + page, start + 2 * page - num_bytes):
-            flat = torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=torch.uint8)
+            flat = torch.frombuffer(
+                (ctypes.c_char * num_bytes).from_address(address), dtype=torch.uint8
+            )
             launched = method.launch([(flat.untyped_storage(), 0, num_bytes)], None)
             assert method.collect([launched]) == [digest_memory(address, num_bytes)]
 
 
 def check_edges_of_sizes(method: TritonDigest) -> None:
-    content = torch.frombuffer(bytearray(random.Random(1).randbytes(3 * LEAF + 8)), dtype=torch.uint8)
+    content = torch.frombuffer(
+        bytearray(random.Random(1).randbytes(3 * LEAF + 8)), dtype=torch.uint8
+    )
     storage = content.untyped_storage()
     spans = [(storage, offset, size) for size in EDGES for offset in (0, 3, 8)]
     found = method.collect([method.launch(spans, None)])
-    assert found == [digest_memory(storage.data_ptr() + offset, size) for storage, offset, size in spans]
+    assert found == [
+        digest_memory(storage.data_ptr() + offset, size) for storage, offset, size in spans
+    ]
 
 
 def main(num_cases: int) -> None:
-    import det_callbacks.digest.device.triton_kernels as kernels
+    import det_callbacks.digest.triton_kernels as kernels
 
     method = TritonDigest(kernels, HOST)
     assert disagreement(method, HOST) == ""

@@ -16,9 +16,13 @@ Body = Callable[[RankGroup, int], Any]
 
 
 def start(rank: int, world_size: int, folder: str, body: Body) -> None:
-    torch.set_num_threads(1)  # the threads that the parent may have started are not in a forked child
+    # the threads that the parent may have started are not in a forked child
+    torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", store=dist.FileStore(f"{folder}/store", world_size), rank=rank, world_size=world_size
+        "gloo",
+        store=dist.FileStore(f"{folder}/store", world_size),
+        rank=rank,
+        world_size=world_size,
     )
     RankGroup.timeout_seconds = 2.0
     group = RankGroup().open()
@@ -32,5 +36,7 @@ def start(rank: int, world_size: int, folder: str, body: Body) -> None:
 
 def run(body: Body, folder: Path, world_size: int = 2) -> list[Any]:
     # forked, since importing torch takes a child longer than the test
-    mp.start_processes(start, (world_size, str(folder), body), nprocs=world_size, start_method="fork")
+    mp.start_processes(
+        start, (world_size, str(folder), body), nprocs=world_size, start_method="fork"
+    )
     return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(world_size)]

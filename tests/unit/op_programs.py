@@ -1,6 +1,7 @@
 """Small programs of what is special in a training step on the CPU, forward and backward.
 
-Ops that write, draw, keep workspaces or have their own layouts are here; all others are in torch's operator database.
+Ops that write, draw, keep workspaces or have their own layouts are here;
+all others are in torch's operator database.
 """
 
 import itertools
@@ -15,11 +16,16 @@ from torch.utils._pytree import tree_leaves
 
 def total_of(outputs: Any) -> Tensor | None:
     tensors = [out for out in tree_leaves(outputs) if isinstance(out, Tensor) and out.requires_grad]
-    return sum((out.abs().sum() for out in tensors[1:]), tensors[0].abs().sum()) if tensors else None
+    return (
+        sum((out.abs().sum() for out in tensors[1:]), tensors[0].abs().sum()) if tensors else None
+    )
 
 
 def back(function: Callable[..., Any], *inputs: Tensor) -> None:
-    leaves = [x.detach().clone().requires_grad_() if x.is_floating_point() or x.is_complex() else x for x in inputs]
+    leaves = [
+        x.detach().clone().requires_grad_() if x.is_floating_point() or x.is_complex() else x
+        for x in inputs
+    ]
     total = total_of(function(*leaves))
     if total is not None:
         total.backward()
@@ -36,8 +42,17 @@ def layers() -> None:
     for layer in (nn.PReLU(), nn.RReLU(), nn.Dropout(0.5), nn.BatchNorm1d(6)):
         module(layer, rows)
     for layer in (
-        *(nn.Conv2d(6, 6, 3, padding=1, padding_mode="reflect"), nn.MaxPool2d(2), nn.FractionalMaxPool2d(2, 3)),
-        *(nn.BatchNorm2d(6), nn.BatchNorm2d(6, track_running_stats=False), nn.GroupNorm(2, 6), nn.LayerNorm(5)),
+        *(
+            nn.Conv2d(6, 6, 3, padding=1, padding_mode="reflect"),
+            nn.MaxPool2d(2),
+            nn.FractionalMaxPool2d(2, 3),
+        ),
+        *(
+            nn.BatchNorm2d(6),
+            nn.BatchNorm2d(6, track_running_stats=False),
+            nn.GroupNorm(2, 6),
+            nn.LayerNorm(5),
+        ),
         nn.InstanceNorm2d(6, affine=True, track_running_stats=True),
     ):
         module(layer, image)
@@ -46,15 +61,31 @@ def layers() -> None:
         module(nn.Conv2d(6, 6, 3), image)
     module(nn.utils.parametrizations.spectral_norm(nn.Linear(5, 3)), image)
     torch.batch_norm_update_stats(image, torch.zeros(6), torch.ones(6), 0.1)
-    back(lambda x: (x.split(2), x.chunk(2), x.unbind(), x[:, torch.tensor([0, 2])], x.sort()[0], x.cumsum(-1)), rows)
+    back(
+        lambda x: (
+            x.split(2),
+            x.chunk(2),
+            x.unbind(),
+            x[:, torch.tensor([0, 2])],
+            x.sort()[0],
+            x.cumsum(-1),
+        ),
+        rows,
+    )
 
 
 def in_place() -> None:
     x, index = torch.rand(4, 5), torch.tensor([0, 2])
-    x.add_(1).mul_(2).exp_().log_().clamp_(0, 1).copy_(torch.rand(4, 5)).fill_(0.5).zero_().uniform_().normal_()
-    x.bernoulli_(0.5).exponential_().cauchy_().log_normal_().geometric_(0.5).random_(5).masked_fill_(x > 2, 1.0)
+    x.add_(1).mul_(2).exp_().log_().clamp_(0, 1).copy_(torch.rand(4, 5)).fill_(
+        0.5
+    ).zero_().uniform_().normal_()
+    x.bernoulli_(0.5).exponential_().cauchy_().log_normal_().geometric_(0.5).random_(
+        5
+    ).masked_fill_(x > 2, 1.0)
     x.index_fill_(0, index, 0.5).squeeze_().t_().t_().index_add_(0, index, x[:2].clone())
-    x.index_copy_(0, index, x[:2].clone()).index_put_((index,), x[:2].clone()).scatter_(0, index[:, None], 1.0)
+    x.index_copy_(0, index, x[:2].clone()).index_put_((index,), x[:2].clone()).scatter_(
+        0, index[:, None], 1.0
+    )
     x.addcmul_(x, x).addcdiv_(x, x + 1).lerp_(x + 1, 0.5).tril_().fill_diagonal_(1.0)
     x[:, 1] = 2
     x[1:3] += 1
@@ -62,7 +93,12 @@ def in_place() -> None:
     torch.mm(x, x.t(), out=out)
     torch.cat([x, x], out=torch.empty(8, 5))
     torch.eye(3), torch.arange(5), torch.linspace(0, 1, 4), torch.full((2,), 1.0)
-    torch.ones(3).multinomial(2), torch.randperm(5), torch.randint(5, (3,)), torch.normal(x.abs(), x.abs() + 1)
+    (
+        torch.ones(3).multinomial(2),
+        torch.randperm(5),
+        torch.randint(5, (3,)),
+        torch.normal(x.abs(), x.abs() + 1),
+    )
 
 
 def recurrences() -> None:
@@ -82,22 +118,45 @@ def attention_and_losses() -> None:
     back(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.2), *heads)
     module(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.randn(2, 5, 8))
     x, labels = torch.rand(4, 5), torch.tensor([0, 2, 4, 1])
-    back(lambda a: F.nll_loss(a, labels) + F.multi_margin_loss(a, labels) + F.mse_loss(a, a.detach() + 1), x)
-    back(lambda a: F.cross_entropy(a, labels, label_smoothing=0.1, ignore_index=2, weight=torch.rand(5)), x)
+    back(
+        lambda a: (
+            F.nll_loss(a, labels) + F.multi_margin_loss(a, labels) + F.mse_loss(a, a.detach() + 1)
+        ),
+        x,
+    )
+    back(
+        lambda a: F.cross_entropy(
+            a, labels, label_smoothing=0.1, ignore_index=2, weight=torch.rand(5)
+        ),
+        x,
+    )
     back(lambda a: F.cross_entropy(a[:, :, None, None], labels[:, None, None]), x)
     back(lambda a: F.multilabel_margin_loss(a, torch.tensor([[0, 2, -1, -1, -1]] * 4)), x)
     logits, targets = torch.randn(8, 2, 5), torch.tensor([[1, 2, 3], [2, 3, 1]])
-    back(lambda a: F.ctc_loss(a.log_softmax(-1), targets, torch.tensor([8, 6]), torch.tensor([3, 2])), logits)
+    back(
+        lambda a: F.ctc_loss(
+            a.log_softmax(-1), targets, torch.tensor([8, 6]), torch.tensor([3, 2])
+        ),
+        logits,
+    )
     back(lambda a: F.ctc_loss(a.log_softmax(-1), targets, (8, 6), (3, 2)), logits)
 
 
 def embeddings() -> None:
     ids, offsets = torch.tensor([0, 2, 2, 4, 1]), torch.tensor([0, 2, 2])
     for mode in ("sum", "mean", "max"):
-        module(nn.EmbeddingBag(6, 4, mode=mode, padding_idx=2, include_last_offset=True), ids, offsets)
+        module(
+            nn.EmbeddingBag(6, 4, mode=mode, padding_idx=2, include_last_offset=True), ids, offsets
+        )
     back(lambda weights: nn.EmbeddingBag(6, 4, mode="sum")(ids, offsets, weights), torch.rand(5))
     nn.EmbeddingBag(6, 4, mode="sum", sparse=True)(ids, offsets).sum().backward()
-    for options in ({}, {"padding_idx": 2}, {"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}):
+    for options in (
+        {},
+        {"padding_idx": 2},
+        {"max_norm": 1.0},
+        {"scale_grad_by_freq": True},
+        {"sparse": True},
+    ):
         nn.Embedding(6, 4, **options)(ids).sum().backward()
 
 
@@ -120,10 +179,17 @@ def optimizers() -> None:
     scaler.update()
     tensors = [torch.rand(3), torch.rand(2, 2)]
     torch._foreach_exp_(tensors)
-    torch._foreach_add(tensors, 1.0), torch._foreach_mul(tensors, tensors), torch._foreach_norm(tensors)
+    (
+        torch._foreach_add(tensors, 1.0),
+        torch._foreach_mul(tensors, tensors),
+        torch._foreach_norm(tensors),
+    )
     torch._foreach_lerp_(tensors, [*map(torch.exp, tensors)], 0.5)
     torch._foreach_copy_(tensors, [*map(torch.exp, tensors)])
-    torch._foreach_addcdiv_(tensors, tensors, tensors, [0.1, 0.2]), torch._foreach_maximum_(tensors, 0.5)
+    (
+        torch._foreach_addcdiv_(tensors, tensors, tensors, [0.1, 0.2]),
+        torch._foreach_maximum_(tensors, 0.5),
+    )
 
 
 def sparse_quantised_and_complex() -> None:
@@ -141,9 +207,27 @@ def sparse_quantised_and_complex() -> None:
     quantised = torch.quantize_per_tensor(torch.randn(3, 4), 0.1, 0, torch.qint8)
     quantised.dequantize(), quantised.int_repr()
     x = torch.randn(4, 6)
-    back(lambda a: (torch.view_as_complex(a.reshape(4, 3, 2)), torch.complex(a, a).conj() * 2, torch.polar(a, a)), x)
-    back(lambda a: (a.real, a.imag, a.angle(), a.abs(), torch.view_as_real(a), a.conj() @ a.mT), x.to(torch.complex64))
+    back(
+        lambda a: (
+            torch.view_as_complex(a.reshape(4, 3, 2)),
+            torch.complex(a, a).conj() * 2,
+            torch.polar(a, a),
+        ),
+        x,
+    )
+    back(
+        lambda a: (a.real, a.imag, a.angle(), a.abs(), torch.view_as_real(a), a.conj() @ a.mT),
+        x.to(torch.complex64),
+    )
 
 
-_ALL = (layers, in_place, recurrences, attention_and_losses, embeddings, optimizers, sparse_quantised_and_complex)
+_ALL = (
+    layers,
+    in_place,
+    recurrences,
+    attention_and_losses,
+    embeddings,
+    optimizers,
+    sparse_quantised_and_complex,
+)
 PROGRAMS: dict[str, Callable[[], None]] = {program.__name__: program for program in _ALL}

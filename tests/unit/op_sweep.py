@@ -1,9 +1,11 @@
-"""Runs ops twice on the same inputs with other bytes in fresh memory, and notes what their schema does not tell.
+"""Runs ops twice on the same inputs with other bytes in fresh memory,
+and notes what their schema does not tell.
 
-An output that differs between the two calls is made of memory that nobody wrote; an argument whose bytes differ after
-a call was written.
+An output that differs between the two calls is made of memory that nobody wrote; an argument whose
+bytes differ after a call was written.
 
-As a program it sweeps the samples of torch's own operator database, and prints what it found as one line of JSON.
+As a program it sweeps the samples of torch's own operator database,
+and prints what it found as one line of JSON.
 """
 
 import ctypes
@@ -23,10 +25,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from det_callbacks.trace.op.components import has_parts, parts_of
-from det_callbacks.trace.tables.overloads import OPAQUE_WRITES, OpKind, OpPlan, make_plan, written_arguments
+from det_callbacks.trace.components import has_parts, parts_of
+from det_callbacks.trace.overloads import (
+    OPAQUE_WRITES,
+    OpKind,
+    OpPlan,
+    make_plan,
+    written_arguments,
+)
 
-_M_PERTURB = -6  # glibc, malloc.h: allocated memory is filled with the complement of a byte, freed memory with the byte
+# glibc, malloc.h: allocated memory is filled with the complement of a byte,
+# freed memory with the byte
+_M_PERTURB = -6
 _LIBC = ctypes.CDLL(None)
 
 
@@ -54,32 +64,45 @@ def bytes_of(tensor: Tensor) -> bytes:
 def copy_of(tensor: Tensor) -> Tensor:
     if torch._is_zerotensor(tensor):
         return tensor  # has no memory
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+    if (
+        tensor.layout is not torch.strided
+        or tensor.is_quantized
+        or tensor.is_conj()
+        or tensor.is_neg()
+    ):
         return tensor.detach().clone()
     storage = tensor.untyped_storage().clone()
-    return torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    return torch.empty(0, dtype=tensor.dtype).set_(
+        storage, tensor.storage_offset(), tensor.shape, tensor.stride()
+    )
 
 
 class SweepMode(TorchDispatchMode):
     """Checks each op that passes.
 
-    ``faults`` are (op, what the tables and schemas do not tell): an output that differs, an argument that is written,
-    "draws", "copies" of what is taken for a view, and "aliases" of what is not.
+    ``faults`` are (op, what the tables and schemas do not tell): an output that differs, an
+    argument that is written, "draws", "copies" of what is taken for a view,
+    and "aliases" of what is not.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.checked: set[str] = set()
-        self.differing: set[tuple[str, int]] = set()  # op and index of a returned tensor, declared opaque or not
+        # op and index of a returned tensor, declared opaque or not
+        self.differing: set[tuple[str, int]] = set()
         self.written: set[tuple[str, str]] = set()  # op and argument, declared or not
         self.drawing: set[str] = set()
         self.faults: set[tuple[str, int | str]] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         plan = make_plan(func)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if plan.kind in (OpKind.DIGEST, OpKind.VIEW) and all(tensor.device.type == "cpu" for tensor in tensors):
+        if plan.kind in (OpKind.DIGEST, OpKind.VIEW) and all(
+            tensor.device.type == "cpu" for tensor in tensors
+        ):
             self._check(func, plan, args, kwargs)
         return func(*args, **kwargs)
 
@@ -102,7 +125,10 @@ class SweepMode(TorchDispatchMode):
         self.checked.add(plan.base)
         for index, (one, other) in enumerate(zip(*runs, strict=True)):
             pairs = zip(tree_leaves(one), tree_leaves(other), strict=True)
-            if any(isinstance(left, Tensor) and bytes_of(left) != bytes_of(right) for left, right in pairs):
+            if any(
+                isinstance(left, Tensor) and bytes_of(left) != bytes_of(right)
+                for left, right in pairs
+            ):
                 self.differing.add((plan.base, index))
                 if index not in plan.opaque_outputs:
                     self.faults.add((plan.base, index))
@@ -123,7 +149,11 @@ class SweepMode(TorchDispatchMode):
         if not all(map(_has_memory, read)):
             return
         memory = {address for tensor in read if (address := tensor.untyped_storage().data_ptr())}
-        values = list(returned) if isinstance(returned, list | tuple) and not plan.returns_one else [returned]
+        values = (
+            list(returned)
+            if isinstance(returned, list | tuple) and not plan.returns_one
+            else [returned]
+        )
         for index, value in enumerate(values):
             for tensor in tree_leaves(value):
                 if not isinstance(tensor, Tensor) or not _has_memory(tensor) or tensor.numel() == 0:
@@ -160,14 +190,17 @@ if __name__ == "__main__":
             if dtype not in op.dtypes:
                 continue
             needs_grad = op.supports_autograd and dtype in (torch.float32, torch.complex64)
-            for sample in itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=needs_grad), 4):
+            for sample in itertools.islice(
+                op.sample_inputs("cpu", dtype, requires_grad=needs_grad), 4
+            ):
                 num_samples += 1
                 try:
                     with mode:
                         total = total_of(op(sample.input, *sample.args, **sample.kwargs))
                         if total is not None:
                             total.backward()
-                except (RuntimeError, NotImplementedError) as error:  # samples that this build cannot run
+                except (RuntimeError, NotImplementedError) as error:
+                    # samples that this build cannot run
                     failures.append(f"{op.name} {dtype} {error}")
     report = {"num_samples": num_samples, "num_failed": len(failures), "failures": failures[:50]}
     report |= {"faults": sorted(map(list, mode.faults), key=str), "num_checked": len(mode.checked)}

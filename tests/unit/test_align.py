@@ -12,7 +12,7 @@ from tracing import traced
 
 from det_callbacks import HashMode
 from det_callbacks.compare.align import align
-from det_callbacks.compare.step import compare_steps
+from det_callbacks.compare.ranks import compare_steps
 from det_callbacks.runs.program import StepView
 
 
@@ -50,7 +50,14 @@ def a_name_that_one_side_does_not_know(*, other_bits):
         if now:
             value = step.op("aten.sin.default", value)
         read = known or "?state"
-        value = step.op("aten.lerp_.Scalar", value, read, phase="optimizer", name=known, weights={read: 7 + noise})
+        value = step.op(
+            "aten.lerp_.Scalar",
+            value,
+            read,
+            phase="optimizer",
+            name=known,
+            weights={read: 7 + noise},
+        )
         step.op("aten.sqrt.default", value, phase="optimizer")
 
     return fill
@@ -118,7 +125,9 @@ def test_random_insertions_and_removals_are_found_exactly(ops, edits):
     current, inserted = chain_of(ops, edits)
     missing, extra = one_sided(reference.view(), current.view())
     assert extra == inserted
-    assert missing == [index + 1 for index, edit in sorted(edits.items()) if edit == "remove" and index < len(ops)]
+    assert missing == [
+        index + 1 for index, edit in sorted(edits.items()) if edit == "remove" and index < len(ops)
+    ]
 
 
 OPTIMIZERS = {
@@ -157,7 +166,9 @@ def trained(make, order, *, level="op", clips=False, noise=None) -> list[StepVie
 @pytest.mark.parametrize("level", ["op", "module", "state"])
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_what_is_registered_updated_or_given_in_another_order_is_compared_by_name(make, level):
-    for reference, current in zip(trained(make, "abc", level=level), trained(make, "cab", level=level), strict=True):
+    for reference, current in zip(
+        trained(make, "abc", level=level), trained(make, "cab", level=level), strict=True
+    ):
         difference = compare_steps(reference, current)
         assert difference.kinds == {}
         assert difference.num_compared == len(reference.program) == len(current.program)
@@ -176,8 +187,12 @@ def test_a_difference_among_reordered_updates_has_the_name_that_it_has(make):
 
 
 def test_a_sum_over_all_gradients_depends_on_their_order():
-    """Only what combines several of them: the norm of each is compared with that of the same gradient."""
-    reference, current = (trained(OPTIMIZERS["SGD"], order, clips=True)[0] for order in ("abc", "cab"))
+    """Only what combines several of them: the norm of each is compared with
+    that of the same gradient.
+    """
+    reference, current = (
+        trained(OPTIMIZERS["SGD"], order, clips=True)[0] for order in ("abc", "cab")
+    )
     divergences = compare_steps(reference, current).divergences
     assert divergences[0].op == "aten.stack.default"
     assert "aten._foreach_norm.Scalar" not in {one.op for one in divergences}
@@ -193,7 +208,9 @@ def test_a_list_in_any_order_lacks_only_what_is_not_in_it(order, absent):
 
     reference, current = (step.view() for step in both(fill))
     missing, extra = one_sided(reference, current)
-    assert {reference.program.sites[row].name for row in missing} == {f"batch[{name!r}]" for name in absent}
+    assert {reference.program.sites[row].name for row in missing} == {
+        f"batch[{name!r}]" for name in absent
+    }
     assert extra == []
     assert [*compare_steps(reference, current).kinds.values()] == ["missing"] * len(absent)
 
@@ -216,7 +233,9 @@ def test_unrelated_steps_of_one_module_are_aligned_within_bounds():
 
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_every_tensor_that_an_op_on_lists_reads_first_belongs_to_it(is_fused):
-    """Gradients are read by AdamW, or by what clips them before; from outside the step, as all that AdamW reads."""
+    """Gradients are read by AdamW, or by what clips them before; from outside the step,
+    as all that AdamW reads.
+    """
 
     def step(*, clips: bool) -> StepView:
         parameters = [nn.Parameter(torch.full((4,), value)) for value in (1.0, 2.0, 3.0)]

@@ -1,8 +1,9 @@
 """Which module an op belongs to, told by anomaly mode and the Python stack alone.
 
-An op of the forward pass, or of a recomputation, belongs to the innermost frame of a module on its stack. An op of a
-backward pass belongs to the innermost such frame on the stack that anomaly mode kept of the moment when the running
-node was made; a node that was made by another node (double backward) belongs where that one does.
+An op of the forward pass, or of a recomputation, belongs to the innermost frame of a module on its
+stack. An op of a backward pass belongs to the innermost such frame on the stack that anomaly mode
+kept of the moment when the running node was made; a node that was made by another node (double
+backward) belongs where that one does.
 """
 
 import re
@@ -19,14 +20,17 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from det_callbacks.runs.program import Site
-from det_callbacks.trace.attribution import backward
+from det_callbacks.trace import backward
 from det_callbacks.trace.hash_mode import HashMode
 
 # torch's, of hooks on inputs without gradients
-pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:None of the inputs have requires_grad=True:UserWarning"
+)
 
 UNNAMED = {
-    # gradients of views whose base was written after they were made: autograd makes them anew, where no op is
+    # gradients of views whose base was written after they were made:
+    # autograd makes them anew, where no op is
     "views": 12,
     # a full backward hook runs at a node that no op made
     "hooks": 1,
@@ -52,9 +56,14 @@ class OracleMode(TorchDispatchMode):
         super().__init__()
         self.truths: dict[int, Truth] = {}
         self._recorder = mode.recorder
-        self._owners = {id(value): name.rpartition(".")[0] for name, value in reversed([*model.named_parameters()])}
+        self._owners = {
+            id(value): name.rpartition(".")[0]
+            for name, value in reversed([*model.named_parameters()])
+        }
 
-    def __torch_dispatch__(self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
         truth = self._truth()
         first = self._recorder.num_sites
         out = func(*args, **(kwargs or {}))
@@ -93,7 +102,9 @@ class OracleMode(TorchDispatchMode):
 
 
 class Attributions(NamedTuple):
-    """All sites, and of those that the oracle has a word on the ones that are wrong, or have no module."""
+    """All sites, and of those that the oracle has a word on the ones that are
+    wrong, or have no module.
+    """
 
     sites: tuple[Site, ...]
     wrong: list[tuple[Site, Truth]]
@@ -142,9 +153,14 @@ def test_graphs_from_before_the_step_belong_nowhere():
     before = model(torch.ones(2, requires_grad=True))
     mode = HashMode(model)
     with mode:
-        model(x)  # has no node, so the last node before the step is the last one at its first op too
+        # has no node, so the last node before the step is the last one at its first op too
+        model(x)
         (before * 2).sum().backward()
-    backward = [site for site in mode.trace.program.sites if site.phase == "backward" and site.role == "output"]
+    backward = [
+        site
+        for site in mode.trace.program.sites
+        if site.phase == "backward" and site.role == "output"
+    ]
     own, unknown = ("aten.mul.Tensor", ""), ("aten.tanh_backward.default", "?")
     assert [(site.op, site.module) for site in backward] == [own, unknown, unknown]
 
@@ -155,6 +171,10 @@ def test_a_gradient_goes_by_the_first_name_of_a_tied_weight():
     with mode:
         for _ in range(2):
             model(torch.randint(50, (2, 6))).sum().backward()
-    named = {site.name: site.module for site in mode.trace.program.sites if (site.name or "").startswith("grad of ")}
+    named = {
+        site.name: site.module
+        for site in mode.trace.program.sites
+        if (site.name or "").startswith("grad of ")
+    }
     assert named["grad of tokens.weight"] == "tokens"
     assert "grad of head.weight" not in named

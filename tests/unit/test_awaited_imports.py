@@ -1,4 +1,6 @@
-"""The hook that waits for an import: it acts once, after the module was executed, whatever came before."""
+"""The hook that waits for an import: it acts once, after the module was executed,
+whatever came before.
+"""
 
 import importlib
 import importlib.util
@@ -77,9 +79,12 @@ def seen(tmp_path: Path, monkeypatch: Any) -> Iterator[list[Any]]:
 
 
 @pytest.mark.parametrize(
-    "way", [look_up, load_lazily, fail_and_try_again, import_in_a_thread, reload, execute_a_spec_twice]
+    "way",
+    [look_up, load_lazily, fail_and_try_again, import_in_a_thread, reload, execute_a_spec_twice],
 )
-def test_an_import_is_seen_once_and_after_the_module_was_executed(way: Callable[[], None], seen: list[Any]) -> None:
+def test_an_import_is_seen_once_and_after_the_module_was_executed(
+    way: Callable[[], None], seen: list[Any]
+) -> None:
     way()
     assert seen == [1]
     loader = sys.modules[NAME].__spec__.loader  # type: ignore[union-attr]

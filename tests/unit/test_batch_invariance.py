@@ -1,4 +1,6 @@
-"""check_batch_invariance: the op in which a sample depends on its batch is named, and why; the model stays as it is."""
+"""check_batch_invariance: the op in which a sample depends on its batch is named, and why; the
+model stays as it is.
+"""
 
 import json
 import pickle
@@ -10,7 +12,12 @@ import torch
 from numerics_models import Transformer, convolutions, mlp, state_of
 from torch import Tensor, nn
 
-from det_callbacks import BatchInvarianceError, BatchInvarianceReport, NothingComparedError, check_batch_invariance
+from det_callbacks import (
+    BatchInvarianceError,
+    BatchInvarianceReport,
+    NothingComparedError,
+    check_batch_invariance,
+)
 from det_callbacks.numerics.batches import MAX_MEASURED
 
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -29,7 +36,9 @@ class Apply(nn.Module):
 
 @torch.library.custom_op("batches::by_size", mutates_args=())
 def by_size(x: Tensor) -> Tensor:
-    """Round like a kernel that sums in a different order in batches of up to two samples, on any CPU."""
+    """Round like a kernel that sums in a different order in batches of up
+    to two samples, on any CPU.
+    """
     return x * (1 + 2**-23) if len(x) <= 2 else x.clone()
 
 
@@ -41,7 +50,9 @@ def by_rows(x: Tensor) -> Tensor:
 
 def check(model: nn.Module, batch: Any, **options: Any) -> BatchInvarianceReport:
     report = check_batch_invariance(model, batch, **options)
-    assert json.loads(json.dumps(report.to_dict(), allow_nan=False))["invariant"] == report.invariant
+    assert (
+        json.loads(json.dumps(report.to_dict(), allow_nan=False))["invariant"] == report.invariant
+    )
     assert str(report).splitlines()[0] in ("INVARIANT", "DEPENDS ON THE BATCH", "NOT COMPARED")
     return report
 
@@ -83,7 +94,11 @@ def test_the_op_that_rounds_by_the_batch_size_is_named_with_its_sizes_line_and_d
     # ops that read the difference differ, and do not begin it
     assert begun(report) == [("batches.by_size.default", "rounding", True)]
     passed_on = [one for one in report.ops if one.begins is False]
-    assert [one.op or one.name for one in passed_on] == ["aten.relu.default", "aten.add.Tensor", "output"]
+    assert [one.op or one.name for one in passed_on] == [
+        "aten.relu.default",
+        "aten.add.Tensor",
+        "output",
+    ]
     assert all(one.kind == "rounding" for one in passed_on)
     assert "First: batches.by_size.default in inner at " in str(report)
     with pytest.raises(BatchInvarianceError, match="DEPENDS ON THE BATCH") as caught:
@@ -115,7 +130,9 @@ def test_wrong_arguments_are_refused():
     with pytest.raises(NothingComparedError, match="no sample could be compared"):
         check_batch_invariance(Apply(lambda x: x.sum()), torch.rand(4, 3))
     with pytest.raises(RuntimeError) as caught:
-        check_batch_invariance(Apply(lambda x: x.view(8, 2, 3) if len(x) == 8 else x.view(-1, 5)), torch.rand(8, 6))
+        check_batch_invariance(
+            Apply(lambda x: x.view(8, 2, 3) if len(x) == 8 else x.view(-1, 5)), torch.rand(8, 6)
+        )
     assert caught.value.__notes__ == ["check_batch_invariance ran the model on 4 of 8 samples"]
 
 
@@ -137,7 +154,9 @@ def test_an_op_that_mixes_samples_is_not_called_rounding(function, op):
     assert begun(report)[0] == ("batches.by_size.default", "rounding", True)
     (mixing,) = [one for one in report.ops if one.kind == "mixing" and one.begins is not False]
     assert (mixing.op, mixing.module) == (op, "1")
-    assert "other values if other samples are in the batch" in str(check(Apply(function), torch.rand(8, 6) + 0.1))
+    assert "other values if other samples are in the batch" in str(
+        check(Apply(function), torch.rand(8, 6) + 0.1)
+    )
 
 
 @pytest.mark.parametrize("shift", [1, 2, 3, 4, 5, 6])
@@ -174,13 +193,16 @@ def test_random_numbers_are_told_and_not_accused():
     assert (report.invariant, report.first) == (False, None)
     assert "random" in kinds(report).values()
     assert check(nn.Sequential(nn.Dropout(0.5), nn.Tanh()).eval(), torch.rand(8, 40)).invariant
-    assert check(Apply(lambda x: x + torch.rand(())), torch.rand(8, 4)).invariant  # drawn once for all samples
+    # drawn once for all samples
+    assert check(Apply(lambda x: x + torch.rand(())), torch.rand(8, 4)).invariant
 
 
 def test_a_reduction_over_the_batch_is_told_and_changes_nothing():
     report = check(Apply(lambda x: {"loss": x.exp().mean(), "logits": x * 2}), torch.rand(8, 4))
     assert report.invariant
-    assert [(one.op, one.kind) for one in report.unseparated] == [("aten.mean.default", "reduction")]
+    assert [(one.op, one.kind) for one in report.unseparated] == [
+        ("aten.mean.default", "reduction")
+    ]
     assert "aten.mean.default in function" not in str(report)
     assert "computes over all samples" in str(report)
 
@@ -226,33 +248,48 @@ def test_samples_are_followed_through_reshapes_and_transposes(time_first):
 @pytest.mark.parametrize(
     ("function", "op", "word"),
     [
-        (lambda x: torch.relu(torch.cat([x, x])).chunk(2)[0] + 1, "aten.cat.default", "order of the samples"),
+        (
+            lambda x: torch.relu(torch.cat([x, x])).chunk(2)[0] + 1,
+            "aten.cat.default",
+            "order of the samples",
+        ),
         (lambda x: (x @ x.T).relu().sum(1), "aten.mm.default", "several of its dimensions"),
-        (lambda x: x[x[:, 0] > 0.5].relu().sum() * 0 + x, "aten.index.Tensor", "does not follow the batch size"),
+        (
+            lambda x: x[x[:, 0] > 0.5].relu().sum() * 0 + x,
+            "aten.index.Tensor",
+            "does not follow the batch size",
+        ),
         (lambda x: x.flip(0).relu().flip(0) + 1, "aten.flip.default", "in a different order"),
     ],
 )
 def test_what_cannot_be_followed_is_said(function, op, word):
     report = check(Apply(function), torch.rand(8, 5))
     assert kinds(report)[op] == "not_followed"
-    (detail,) = {one.detail for one in report.unseparated if one.op == op and one.kind == "not_followed"}
+    (detail,) = {
+        one.detail for one in report.unseparated if one.op == op and one.kind == "not_followed"
+    }
     assert word in detail
     assert f"samples not followed ({detail})" in " ".join(str(report).split())
 
 
 def test_a_difference_behind_what_is_not_followed_has_no_proven_beginning():
-    report = check(Apply(lambda x: by_rows(torch.cat([x, x * 2, x, x])).chunk(4)[1].exp()), torch.rand(8, 5))
+    report = check(
+        Apply(lambda x: by_rows(torch.cat([x, x * 2, x, x])).chunk(4)[1].exp()), torch.rand(8, 5)
+    )
     assert begun(report) == [("aten.exp.default", "rounding", None)]
 
 
 def test_an_output_that_cannot_be_compared_is_no_match():
-    report = check(Apply(lambda x: x.sum(1).squeeze()), torch.rand(8, 5))  # one sample has no dimension left
+    # one sample has no dimension left
+    report = check(Apply(lambda x: x.sum(1).squeeze()), torch.rand(8, 5))
     assert (report.invariant, report.ops, report.not_compared) == (None, (), ("output",))
     with pytest.raises(BatchInvarianceError, match="NOT COMPARED"):
         report.assert_invariant()
     report = check(Apply(lambda x: (torch.cat([x, x]) + 1, x * 2)), torch.rand(8, 5))
     assert (report.invariant, report.not_compared) == (None, ("output[0]",))
-    assert check(Apply(lambda x: x.exp().sum().item()), torch.rand(8, 5)).not_compared == ("output",)
+    assert check(Apply(lambda x: x.exp().sum().item()), torch.rand(8, 5)).not_compared == (
+        "output",
+    )
     assert check(Apply(lambda x: x.exp().to_sparse()), torch.rand(8, 5)).not_compared == ("output",)
 
 
@@ -274,7 +311,9 @@ def test_a_loop_over_samples_is_invariant():
 
 
 def test_models_on_this_cpu():
-    """Which kernels round by the batch size depends on the CPU; the conclusion must be the same as of the outputs."""
+    """Which kernels round by the batch size depends on the CPU;
+    the conclusion must be the same as of the outputs.
+    """
     padded = torch.randint(1, 50, (6, 10))
     padded[2:, 7:] = 0
 
@@ -305,7 +344,9 @@ def test_models_on_this_cpu():
             return out[0] if isinstance(out, tuple) else out
 
         whole = of(batch)
-        parts = [torch.cat([of(part.clone()) for part in batch.split(size)]) for size in report.sizes]
+        parts = [
+            torch.cat([of(part.clone()) for part in batch.split(size)]) for size in report.sizes
+        ]
         is_equal = all(torch.equal(whole, part) for part in parts)
         assert report.invariant is is_equal, str(report)
         if not is_equal:
@@ -316,7 +357,9 @@ def test_sizes_in_which_the_model_raises_are_left_out_unless_asked_for():
     model = nn.Sequential(nn.BatchNorm1d(5), Apply(by_size))
     report = check(model, torch.rand(8, 5))
     assert report.sizes == (2, 4)
-    assert report.notes[0].startswith("Batches of 1 were not compared: the model raised ValueError (Expected more than")
+    assert report.notes[0].startswith(
+        "Batches of 1 were not compared: the model raised ValueError (Expected more than"
+    )
     assert check(model.eval(), torch.rand(8, 5)).sizes == (1, 2, 4)
     with pytest.raises(ValueError, match="Expected more than 1 value"):
         check_batch_invariance(model.train(), torch.rand(8, 5), sizes=[1])
@@ -325,10 +368,17 @@ def test_sizes_in_which_the_model_raises_are_left_out_unless_asked_for():
 
 def test_keyword_batches_and_tensors_for_all_samples():
     class Both(nn.Module):
-        def forward(self, x: Tensor, *, scale: Tensor, mask: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
+        def forward(
+            self, x: Tensor, *, scale: Tensor, mask: dict[str, Tensor], factor: float
+        ) -> dict[str, Tensor]:
             return {"y": by_size(x * scale + mask["on"]) * factor}
 
-    batch = {"x": torch.rand(8, 5), "scale": torch.rand(5), "mask": {"on": torch.ones(8, 5)}, "factor": 2.0}
+    batch = {
+        "x": torch.rand(8, 5),
+        "scale": torch.rand(5),
+        "mask": {"on": torch.ones(8, 5)},
+        "factor": 2.0,
+    }
     report = check(Both(), batch)
     assert report.first.op == "batches.by_size.default"
     assert [one.name for one in report.ops if not one.op] == ["output['y']"]
@@ -351,11 +401,16 @@ def test_other_ops_in_small_batches_are_aligned_and_told():
 
     report = check(Apply(needs_all), torch.rand(8, 5))
     assert begun(report) == [("aten.exp.default", "rounding", None)]
-    assert any("In batches of 1, the model runs other ops: 1 output of ops" in note for note in report.notes)
+    assert any(
+        "In batches of 1, the model runs other ops: 1 output of ops" in note
+        for note in report.notes
+    )
 
 
 def test_data_decides_which_ops_run():
-    """A batch without padding skips the mask, as transformers does: parts of one size run different ops."""
+    """A batch without padding skips the mask, as transformers does:
+    parts of one size run different ops.
+    """
 
     def masked(x: Tensor) -> Tensor:
         mask = x != 0
@@ -375,7 +430,9 @@ def test_of_a_compiled_model_only_outputs_are_compared(in_place):
     else:
         model = torch.compile(model, backend="eager")
     report = check(model, torch.rand(8, 5))
-    assert [(one.op, one.name, one.sizes, one.begins) for one in report.ops] == [("", "output", (1, 2), None)]
+    assert [(one.op, one.name, one.sizes, one.begins) for one in report.ops] == [
+        ("", "output", (1, 2), None)
+    ]
     assert 0 < report.first.measure.ulp <= 2
     assert any("only its outputs were compared" in note for note in report.notes)
     torch.compiler.reset()
@@ -427,7 +484,9 @@ def test_no_pass_keeps_the_outputs_of_its_ops():
 
 
 def test_at_most_a_few_distances_are_measured():
-    report = check(Apply(lambda x: [by_size(x + n) for n in range(MAX_MEASURED + 3)]), torch.rand(8, 5))
+    report = check(
+        Apply(lambda x: [by_size(x + n) for n in range(MAX_MEASURED + 3)]), torch.rand(8, 5)
+    )
     measured = [one for one in report.ops if one.measure is not None]
     assert len(measured) == MAX_MEASURED
     assert len(begun(report)) > MAX_MEASURED

@@ -9,19 +9,25 @@ from det_callbacks.compare.evidence import _find_samples
 from det_callbacks.digest.host import digest_memory, digest_rows
 from det_callbacks.runs.evidence import EvidenceRow
 from det_callbacks.runs.store import Run
-from det_callbacks.trace.state.batches import samples_of
+from det_callbacks.trace.named_sites import samples_of
 
 
 @given(
-    nbytes=st.sampled_from([1, 3, 8, 255, 1023, 1024, 1025, 3000]), num_rows=st.integers(1, 5), seed=st.integers(0, 99)
+    nbytes=st.sampled_from([1, 3, 8, 255, 1023, 1024, 1025, 3000]),
+    num_rows=st.integers(1, 5),
+    seed=st.integers(0, 99),
 )
 def test_rows_have_the_digests_of_their_bytes(nbytes, num_rows, seed):
     rows = np.random.default_rng(seed).integers(0, 256, (num_rows, nbytes), dtype=np.uint8)
-    assert digest_rows(rows.ctypes.data, num_rows, nbytes) == [digest_memory(row.ctypes.data, nbytes) for row in rows]
+    assert digest_rows(rows.ctypes.data, num_rows, nbytes) == [
+        digest_memory(row.ctypes.data, nbytes) for row in rows
+    ]
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (4,), (3, 5), (300,)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.uint8, torch.bfloat16, torch.complex64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.int64, torch.uint8, torch.bfloat16, torch.complex64], ids=str
+)
 def test_samples_do_not_depend_on_their_order_and_on_nothing_less(dtype, shape):
     size = torch.Size((6, *shape))
     samples = torch.arange(1, 1 + size.numel()).reshape(size).to(dtype)
@@ -57,10 +63,14 @@ def test_labels_have_no_sketch_since_they_repeat():
         ([97, 98, 99], None),
     ],
 )
-def test_samples_are_from_another_step_if_the_run_has_three_quarters_of_them(samples, found, tmp_path):
+def test_samples_are_from_another_step_if_the_run_has_three_quarters_of_them(
+    samples, found, tmp_path
+):
     writer = create(tmp_path / "run")
     for step, batch in enumerate(([8, 9], [1, 2, 3, 4], [5, 6, 7, 8])):
-        writer.put_evidence([EvidenceRow(step, "", "sample", "batch[0]", value=value) for value in batch])
+        writer.put_evidence(
+            [EvidenceRow(step, "", "sample", "batch[0]", value=value) for value in batch]
+        )
     append(writer, range(3), complete=True)
     run = Run.open(tmp_path / "run")
     change = _find_samples(run, 0, 0, 0, new_samples=samples, samples=samples)

@@ -1,4 +1,6 @@
-"""The program of a step follows from the step alone; what the recorder keeps from step to step only saves work."""
+"""The program of a step follows from the step alone; what the recorder keeps from
+step to step only saves work.
+"""
 
 import json
 import math
@@ -16,12 +18,12 @@ from numerics_models import Transformer
 from torch import Tensor, nn
 from tracing import assert_same, position_of, site_of, step_of, traced
 
-from det_callbacks.compare.step import compare_steps
+from det_callbacks.compare.ranks import compare_steps
 from det_callbacks.runs.program import plain_value
 from det_callbacks.runs.steps import Expectation, StepTrace
+from det_callbacks.trace import call_graph
+from det_callbacks.trace.call_graph import CallGraph
 from det_callbacks.trace.hash_mode import HashMode
-from det_callbacks.trace.op import call_graph
-from det_callbacks.trace.op.call_graph import CallGraph
 
 X = torch.ones(3)
 
@@ -33,7 +35,9 @@ def steps_of(body, values, **selection):
 
 def numbers_of(trace: StepTrace, op: str) -> dict[str, Any]:
     sites = enumerate(trace.program.sites)
-    position, site = next(found for found in sites if found[1].role == "argument" and found[1].op == f"aten.{op}")
+    position, site = next(
+        found for found in sites if found[1].role == "argument" and found[1].op == f"aten.{op}"
+    )
     bits = int(trace.digests[position])
     if bits in trace.values:
         return dict(zip(site.varying, json.loads(trace.values[bits]), strict=True))
@@ -50,25 +54,34 @@ def bits(value: float) -> int:
 
 
 def test_numbers_belong_to_the_step_and_all_else_to_the_program():
-    trace = traced(lambda: torch.ones(2, 3, dtype=torch.float64, device="cpu").sum(dim=(0, 1), keepdim=True))
+    trace = traced(
+        lambda: torch.ones(2, 3, dtype=torch.float64, device="cpu").sum(dim=(0, 1), keepdim=True)
+    )
     assert json.loads(site_of(trace, "ones.default").arguments) == {
         "dtype": "torch.float64",
         "device": "cpu",
         "pin_memory": False,
         "layout": None,  # a default, which the call left out
     }
-    assert json.loads(site_of(trace, "sum.dim_IntList").arguments) == {"keepdim": True, "dtype": None}
+    assert json.loads(site_of(trace, "sum.dim_IntList").arguments) == {
+        "keepdim": True,
+        "dtype": None,
+    }
     assert numbers_of(trace, "ones.default") == {"size": [2, 3]}
     assert numbers_of(trace, "sum.dim_IntList") == {"dim": [0, 1]}
     # one number has its own 64 bits, and several have one digest
     assert numbers_of(traced(lambda: torch.mul(X, 0.1)), "mul.Tensor") == {"other": bits(0.1)}
     assert numbers_of(traced(lambda: addmm(0.5, 2)), "addmm.default") == {"beta": 0.5, "alpha": 2}
-    assert json.loads(site_of(traced(lambda: torch.add(X, X)), "add.Tensor").arguments) == {"alpha": 1}
+    assert json.loads(site_of(traced(lambda: torch.add(X, X)), "add.Tensor").arguments) == {
+        "alpha": 1
+    }
     assert plain_value(torch.device("cuda", 3)) == "cuda", "ranks share programs"
 
 
 @pytest.mark.parametrize(
-    "values", [(1, 1.0, True, 1 + 0j), (0.0, -0.0), (0, False, 0.0), (math.nan, math.inf), (2, 2.0)], ids=str
+    "values",
+    [(1, 1.0, True, 1 + 0j), (0.0, -0.0), (0, False, 0.0), (math.nan, math.inf), (2, 2.0)],
+    ids=str,
 )
 def test_equal_numbers_that_are_not_the_same_are_told_apart(values):
     for op, body in (
@@ -77,14 +90,25 @@ def test_equal_numbers_that_are_not_the_same_are_told_apart(values):
     ):
         found = []
         for trace in steps_of(body, values):
-            rows = zip(trace.program.sites, trace.digests.tolist(), trace.layout.entries, strict=True)
-            found.append((site_of(trace, op).arguments, [row[1:] for row in rows if row[0].role == "argument"]))
+            rows = zip(
+                trace.program.sites, trace.digests.tolist(), trace.layout.entries, strict=True
+            )
+            found.append(
+                (
+                    site_of(trace, op).arguments,
+                    [row[1:] for row in rows if row[0].role == "argument"],
+                )
+            )
         assert all(one != other for one, other in pairwise(found))
 
 
-@pytest.mark.parametrize("arguments", [[math.nan] * 20, [[math.nan, 1.0]] * 20, [-0.0] * 20, [*range(2, 22)]])
-def test_other_numbers_and_lengths_are_the_same_program_and_what_is_kept_is_bounded(arguments, monkeypatch):
-    monkeypatch.setattr("det_callbacks.trace.op.call_graph.MAX_TEXT", 40)
+@pytest.mark.parametrize(
+    "arguments", [[math.nan] * 20, [[math.nan, 1.0]] * 20, [-0.0] * 20, [*range(2, 22)]]
+)
+def test_other_numbers_and_lengths_are_the_same_program_and_what_is_kept_is_bounded(
+    arguments, monkeypatch
+):
+    monkeypatch.setattr("det_callbacks.trace.call_graph.MAX_TEXT", 40)
 
     def step(value: float | list[float]) -> None:
         if isinstance(value, list):
@@ -109,10 +133,16 @@ def test_other_numbers_and_lengths_are_the_same_program_and_what_is_kept_is_boun
 def test_arguments_by_another_name_are_another_call():
     values = torch.tensor([0.5, 1.0])
     first, second, third = steps_of(
-        lambda name: torch.searchsorted(values, values, **{name: True}), ["right", "out_int32", "right"]
+        lambda name: torch.searchsorted(values, values, **{name: True}),
+        ["right", "out_int32", "right"],
     )
-    shown = [json.loads(site_of(trace, "searchsorted.Tensor").arguments) for trace in (first, second)]
-    assert [(found["right"], found["out_int32"]) for found in shown] == [(True, False), (False, True)]
+    shown = [
+        json.loads(site_of(trace, "searchsorted.Tensor").arguments) for trace in (first, second)
+    ]
+    assert [(found["right"], found["out_int32"]) for found in shown] == [
+        (True, False),
+        (False, True),
+    ]
     assert third.program is first.program
 
 
@@ -123,24 +153,32 @@ def test_numbers_are_shown_and_where_their_text_is_lost_the_op_is_no_origin():
     assert (found.kind, found.is_origin) == ("content", None)
 
 
-# A step has the same program in a process that is new, after other steps, while it verifies, and after a resume
+# A step has the same program in a process that is new, after other steps, while it
+# verifies, and after a resume
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, length: int) -> None:
     torch.manual_seed(length)
     optimizer.param_groups[0]["lr"] = 0.1 / length
     optimizer.zero_grad()
-    model(torch.arange(2 * length).reshape(2, length) % 20).flatten(0, 1).logsumexp(-1).mean().backward()
+    model(torch.arange(2 * length).reshape(2, length) % 20).flatten(0, 1).logsumexp(
+        -1
+    ).mean().backward()
     optimizer.step()
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
 def test_a_program_is_a_function_of_the_step_alone(optimizer):
     # its inputs may have another length in each step
-    model = nn.Sequential(Transformer(width=8, layers=1), nn.Dropout(0.5), nn.LeakyReLU(0.3), nn.Softmax(1))
+    model = nn.Sequential(
+        Transformer(width=8, layers=1), nn.Dropout(0.5), nn.LeakyReLU(0.3), nn.Softmax(1)
+    )
     update = optimizer(model.parameters(), lr=0.1)
     train_step(model, update, 3)  # the optimizer makes its state
-    tensors = [*model.parameters(), *(value for state in update.state.values() for value in state.values())]
+    tensors = [
+        *model.parameters(),
+        *(value for state in update.state.values() for value in state.values()),
+    ]
     saved = [tensor.detach().clone() for tensor in tensors]
 
     def trace_after(lengths: list[int], expected: Expectation | None = None) -> StepTrace:
@@ -186,7 +224,9 @@ class SkippingNet(nn.Module):
         return self.head(inputs)
 
 
-def skipping_step(model: SkippingNet, optimizer: torch.optim.Optimizer, taken: tuple[bool, ...]) -> None:
+def skipping_step(
+    model: SkippingNet, optimizer: torch.optim.Optimizer, taken: tuple[bool, ...]
+) -> None:
     optimizer.zero_grad()
     model(torch.ones(3, 4), taken).logsumexp(-1).mean().backward()
     optimizer.step()
@@ -196,7 +236,9 @@ def test_steps_that_skip_blocks_at_random_are_not_built_anew(monkeypatch):
     built: list[str] = []
     settle = CallGraph._give_rows
     monkeypatch.setattr(
-        CallGraph, "_give_rows", lambda graph, node: (built.append(str(node.func)), settle(graph, node))[1]
+        CallGraph,
+        "_give_rows",
+        lambda graph, node: (built.append(str(node.func)), settle(graph, node))[1],
     )
     model = SkippingNet()
     update = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -215,7 +257,9 @@ def test_steps_that_skip_blocks_at_random_are_not_built_anew(monkeypatch):
         assert programs.setdefault(taken, trace.program.id) == trace.program.id
         num_built.append(sum(func.startswith("aten.") for func in built))
     # ops are known by what they are and read, whatever came before them
-    assert sum(num_built[:32]) <= 8, "but for sums of gradients that came from other blocks than before"
+    assert sum(num_built[:32]) <= 8, (
+        "but for sums of gradients that came from other blocks than before"
+    )
     assert sum(num_built[32:]) == 0
     assert len(set(programs.values())) == len(every)
     fresh = HashMode(model)
@@ -262,7 +306,9 @@ def test_what_is_read_from_another_call_is_another_program_and_a_divergence():
         clones[number].exp()
 
     mode = HashMode()
-    traces = one, other, again = [step_of(mode, lambda number=number: step(number)) for number in (0, 1, 0)]
+    traces = one, other, again = [
+        step_of(mode, lambda number=number: step(number)) for number in (0, 1, 0)
+    ]
     assert one.program.id != other.program.id
     assert one.program is again.program
     read = [site_of(trace, "exp.default").inputs for trace in traces]
@@ -301,7 +347,7 @@ def test_tensors_that_are_overwritten_are_told_apart_behind_a_detour():
 
 
 def test_steps_are_the_same_after_all_calls_were_forgotten(monkeypatch):
-    monkeypatch.setattr("det_callbacks.trace.op.call_graph.MAX_BYTES", 100_000)
+    monkeypatch.setattr("det_callbacks.trace.call_graph.MAX_BYTES", 100_000)
 
     functions = (torch.sin, torch.cos, torch.tan, torch.tanh, torch.abs, torch.neg, torch.sqrt)
 
@@ -324,11 +370,20 @@ def test_steps_are_the_same_after_all_calls_were_forgotten(monkeypatch):
 
 
 def test_a_step_that_is_too_much_by_itself_is_known_in_the_next_one(monkeypatch):
-    monkeypatch.setattr("det_callbacks.trace.op.call_graph.MAX_BYTES", 1000)
+    monkeypatch.setattr("det_callbacks.trace.call_graph.MAX_BYTES", 1000)
     mode = HashMode()
     first, second = [step_of(mode, lambda: [X.exp() for _ in range(9)]) for _ in range(2)]
     assert second.program is first.program
     num_nodes = mode.recorder.step.graph.num_nodes
-    for function in (torch.sin, torch.cos, torch.tan, torch.tanh, torch.abs, torch.neg, torch.sqrt, torch.sign):
+    for function in (
+        torch.sin,
+        torch.cos,
+        torch.tan,
+        torch.tanh,
+        torch.abs,
+        torch.neg,
+        torch.sqrt,
+        torch.sign,
+    ):
         step_of(mode, lambda function=function: [function(X) for _ in range(3)])
     assert mode.recorder.step.graph.num_nodes < 2 * num_nodes

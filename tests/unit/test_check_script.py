@@ -51,13 +51,17 @@ class Processes:
             stored_runs.append(writer, range(4))
             writer.close(complete=end.run == "complete")
         if given["mode"] == "verify" and end.run == "incomplete":
-            writer = stored_runs.RunWriter.create(Path(given["current"]), manifest=MANIFEST, purpose="verify")
+            writer = stored_runs.RunWriter.create(
+                Path(given["current"]), manifest=MANIFEST, purpose="verify"
+            )
             writer.close(complete=False)
             writer.release()
         if end.verdict is not None:
             current = Path(given["current"])
             current.mkdir()
-            text = end.verdict if isinstance(end.verdict, str) else json.dumps(end.verdict.to_dict())
+            text = (
+                end.verdict if isinstance(end.verdict, str) else json.dumps(end.verdict.to_dict())
+            )
             (current / "verdict.json").write_text(text)
         return end.status
 
@@ -75,7 +79,9 @@ def check(tmp_path: Path, monkeypatch: Any, capsys: Any) -> Check:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
 
-    def run(*ends: End, options: str = "", resume: str | None = None) -> tuple[int, list[str], Processes]:
+    def run(
+        *ends: End, options: str = "", resume: str | None = None
+    ) -> tuple[int, list[str], Processes]:
         processes = Processes(iter(ends))
         monkeypatch.setattr(checks, "run_process", processes.run)
         given = [*options.split(), *([] if resume is None else ["--resume", resume])]
@@ -94,7 +100,11 @@ def check(tmp_path: Path, monkeypatch: Any, capsys: Any) -> Check:
         ([End(run="none")], "nothing was recorded", 2),
         ([End(run="incomplete")], "its recording is incomplete", 2),
         ([End(), End()], "nothing was verified", 2),
-        ([End(), End(run="incomplete")], "its verification is incomplete: the process did not end as it should", 2),
+        (
+            [End(), End(run="incomplete")],
+            "its verification is incomplete: the process did not end as it should",
+            2,
+        ),
         ([End(), End(status=2)], "The script exited with status", 2),
         ([End(), End(status=1, verdict=MATCH)], "The script exited with status", 2),
         ([End(), End(verdict="{")], "cannot be read", 2),
@@ -118,13 +128,20 @@ def test_a_factor_is_the_one_thing_that_changes(given, seeds, check, monkeypatch
     """A hash seed of the caller stays."""
     if given is not None:
         monkeypatch.setenv("PYTHONHASHSEED", given)
-    *_, processes = check(End(), End(verdict=MATCH), End(verdict=HASHING), options="--vary hash-seed,hash-seed")
+    *_, processes = check(
+        End(), End(verdict=MATCH), End(verdict=HASHING), options="--vary hash-seed,hash-seed"
+    )
     assert [variables["PYTHONHASHSEED"] for variables in processes.variables] == seeds
     for one in processes.asked:
         one["arguments"].pop("current", None)
     assert processes.asked[2] == processes.asked[1]
-    *_, processes = check(End(), End(verdict=MATCH), End(verdict=THREADING), options="--vary threads")
-    assert (processes.asked[-1]["settings"], processes.variables[-1]["OMP_NUM_THREADS"]) == ({"num_threads": 1}, "1")
+    *_, processes = check(
+        End(), End(verdict=MATCH), End(verdict=THREADING), options="--vary threads"
+    )
+    assert (processes.asked[-1]["settings"], processes.variables[-1]["OMP_NUM_THREADS"]) == (
+        {"num_threads": 1},
+        "1",
+    )
 
 
 @pytest.mark.parametrize(("given", "filled"), [(None, ("90", "165")), ("90", ("195", "60"))])
@@ -136,13 +153,19 @@ def test_memory_is_filled_by_glibc_and_by_the_recording_alike(given, filled, che
     plain, varied = processes.variables[1:]
     assert (varied["MALLOC_PERTURB_"], varied["DET_CALLBACKS_FILL_MEMORY"]) == filled
     assert varied["GLIBC_TUNABLES"] == "glibc.malloc.check=0:glibc.malloc.tcache_count=0"
-    assert (plain.get("MALLOC_PERTURB_"), plain["GLIBC_TUNABLES"]) == (given, "glibc.malloc.check=0")
+    assert (plain.get("MALLOC_PERTURB_"), plain["GLIBC_TUNABLES"]) == (
+        given,
+        "glibc.malloc.check=0",
+    )
     if given is not None:
         return  # a process is started for one of them
     script = (
-        "import torch; print({torch.empty(size, dtype=torch.uint8)[size // 2].item() for size in (8, 999, 1 << 22)})"
+        "import torch; print({torch.empty(size, dtype=torch.uint8)[size // 2].item() for size in "
+        "(8, 999, 1 << 22)})"
     )
-    done = subprocess.run([sys.executable, "-c", script], env={**varied, LAUNCH: ""}, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={**varied, LAUNCH: ""}, capture_output=True, text=True
+    )
     assert done.stdout == f"{{{filled[1]}}}\n", done.stderr
 
 
@@ -168,7 +191,10 @@ def test_memory_of_another_library_than_glibc_is_not_varied(check, monkeypatch):
 def test_what_is_known_best_decides_the_status(vary, ends, outcomes, code, check):
     played = [End(status=int(verdict is None), verdict=verdict) for verdict in ends]
     status, lines, _ = check(End(), End(verdict=MATCH), *played, options=f"--vary {vary}")
-    expected = [[name, one.replace("_", " ")] for name, one in zip(vary.split(","), outcomes.split(), strict=True)]
+    expected = [
+        [name, one.replace("_", " ")]
+        for name, one in zip(vary.split(","), outcomes.split(), strict=True)
+    ]
     assert (status, table(lines)) == (code, [["plain", "match"], *expected])
     assert f"bit for bit;{' its results depend on hash-seed;' * (code == 1)} kept in" in lines[-1]
 
@@ -182,7 +208,11 @@ WHOLE, LOST = replace(MATCH, resume=RESUME), replace(DIVERGED, resume=RESUME)
     [
         ([End(), End(verdict=WHOLE)], "the resume is exact, bit for bit", 0),
         ([End(), End(status=1, verdict=LOST)], "the resume is not exact", 1),
-        ([End(), End(verdict=MATCH)], "It did not begin with the state that a step of python train.py lr=1 left", 2),
+        (
+            [End(), End(verdict=MATCH)],
+            "It did not begin with the state that a step of python train.py lr=1 left",
+            2,
+        ),
         ([End(), End(status=1, verdict=DIVERGED)], "so it resumed from no checkpoint of it", 1),
         ([End(), End()], "nothing was verified", 2),
         ([End(status=1, run="none")], "the script could not be checked", 2),
@@ -192,33 +222,47 @@ def test_a_resume_is_exact_only_if_the_command_resumed_and_matches(ends, words, 
     status, lines, processes = check(*ends, resume="python train.py --from 'last one.pt'")
     text = " ".join(lines)
     assert (status, words in text) == (code, True), text
-    assert not [words for words in processes.words[1:] if words != ["python", "train.py", "--from", "last one.pt"]]
+    assert not [
+        words
+        for words in processes.words[1:]
+        if words != ["python", "train.py", "--from", "last one.pt"]
+    ]
 
 
 def test_the_program_is_interrupted_before_it_is_resumed(check):
     ends = End(), End(verdict=MATCH), End(verdict=WHOLE)
-    status, _, processes = check(*ends, options="--until 700", resume="python train.py --from last.pt")
+    status, _, processes = check(
+        *ends, options="--until 700", resume="python train.py --from last.pt"
+    )
     _, interrupted, resumed = processes.asked
     asked = [one.get("DET_CALLBACKS_LAST_STEP") for one in processes.variables]
     assert (status, asked) == (0, [None, "700", None])
     assert (interrupted["arguments"]["steps"], "steps" in resumed["arguments"]) == ("common", False)
-    status, lines, _ = check(End(), End(status=1, verdict=DIVERGED), options="--until 700", resume="python train.py")
+    status, lines, _ = check(
+        End(), End(status=1, verdict=DIVERGED), options="--until 700", resume="python train.py"
+    )
     assert (status, "the script is not reproducible" in lines[-1]) == (1, True)
 
 
-@pytest.mark.parametrize(("options", "resume"), [("--until 3", None), ("", " "), ("--vary threads", "python a.py")])
+@pytest.mark.parametrize(
+    ("options", "resume"), [("--until 3", None), ("", " "), ("--vary threads", "python a.py")]
+)
 def test_what_resumes_is_needed_and_nothing_else_varies(options, resume, check):
     status, lines, _ = check(options=options, resume=resume)
     assert (status, lines) == (2, [])
 
 
 @pytest.mark.parametrize("options", ["", "--vary threads"])
-def test_check_names_the_command_that_finds_the_op_unless_nothing_more_can_be_learned(options, check):
+def test_check_names_the_command_that_finds_the_op_unless_nothing_more_can_be_learned(
+    options, check
+):
     runs = (End(), End(1, replace(DIVERGED, record_next={"level": "op"})))
     _, lines, _ = check(*runs, options=options)
     words = " ".join(["det-callbacks find", *options.split(), "-- python train.py lr=1"])
     assert words in " ".join(lines)
-    assert "det-callbacks find" not in " ".join(check(End(), End(1, DIVERGED), options="--to other")[1])
+    assert "det-callbacks find" not in " ".join(
+        check(End(), End(1, DIVERGED), options="--to other")[1]
+    )
 
 
 @pytest.mark.parametrize(("options", "seed"), [("", None), ("", 7), ("--seed 0", 0)])
@@ -230,7 +274,9 @@ def test_a_script_without_a_seed_is_told_of_the_option(options, seed, check, mon
 
 def table(lines: Sequence[str]) -> list[list[str]]:
     rows = [
-        re.split("  +", line) for line in lines if re.match(r"(plain|workers|threads|hash-seed|memory) ? .* +\S", line)
+        re.split("  +", line)
+        for line in lines
+        if re.match(r"(plain|workers|threads|hash-seed|memory) ? .* +\S", line)
     ]
     return [[row[0], row[2]] for row in rows if len(row) == 5]
 
@@ -242,11 +288,19 @@ def test_what_cannot_be_started_or_has_no_new_folder_is_refused(check, tmp_path,
         ("verify refs/q --", "verify refs/q --"),
     ):
         assert main(words.split()) == 2
-        says = f"There is no command to run. Put it after --: det-callbacks {shown} python train.py\n"
+        says = (
+            f"There is no command to run. Put it after --: det-callbacks {shown} python train.py\n"
+        )
         assert capsys.readouterr().err.endswith(says)
     for words, says in (
-        ("record ref2 python train.py --lr 3", "after --: det-callbacks record ref2 -- python train.py --lr 3\n"),
-        ("check --level state ./train.sh", "after --: det-callbacks check --level state -- ./train.sh\n"),
+        (
+            "record ref2 python train.py --lr 3",
+            "after --: det-callbacks record ref2 -- python train.py --lr 3\n",
+        ),
+        (
+            "check --level state ./train.sh",
+            "after --: det-callbacks check --level state -- ./train.sh\n",
+        ),
     ):
         assert main(words.split()) == 2
         assert says in capsys.readouterr().err
@@ -266,12 +320,15 @@ def test_what_cannot_be_started_or_has_no_new_folder_is_refused(check, tmp_path,
             main(["" if word == "@" else word for word in words.split()])
         assert "must be a path; got ''" in capsys.readouterr().err
     assert not [*tmp_path.iterdir()]
-    with pytest.raises(CheckError, match=r"no-such-program cannot be started: [^:]*: 'no-such-program'$"):
+    with pytest.raises(
+        CheckError, match=r"no-such-program cannot be started: [^:]*: 'no-such-program'$"
+    ):
         Script(words=("no-such-program", "train.py")).record(tmp_path / "run")
     (tmp_path / "train.py").touch()
     for name in ("train.py", "./train.py"):
         with pytest.raises(
-            CheckError, match=rf"{name} cannot be started: .*\. Start it with Python: -- python {name} -x$"
+            CheckError,
+            match=rf"{name} cannot be started: .*\. Start it with Python: -- python {name} -x$",
         ):
             Script(words=(name, "-x")).record(tmp_path / "run")
     for _ in range(2):
@@ -285,8 +342,13 @@ def test_what_cannot_be_started_or_has_no_new_folder_is_refused(check, tmp_path,
 
 
 def test_no_shell_reads_the_words_and_the_variables_are_all_there_are(capfd):
-    source = "import os, sys; print(sys.argv[1:], {*os.environ} - {'LC_CTYPE'}, sys.stdin.read() == ''); sys.exit(7)"
-    assert run_process([sys.executable, "-I", "-c", source, "a b", "$HOME"], variables={"X": "1"}) == 7
+    source = (
+        "import os, sys; print(sys.argv[1:], {*os.environ} - {'LC_CTYPE'}, sys.stdin.read() == "
+        "''); sys.exit(7)"
+    )
+    assert (
+        run_process([sys.executable, "-I", "-c", source, "a b", "$HOME"], variables={"X": "1"}) == 7
+    )
     assert capfd.readouterr().out == "['a b', '$HOME'] {'X'} True\n"
 
 
@@ -315,8 +377,13 @@ TRAINING = """if True:
     ],
 )
 def test_no_training_outlives_the_check(number, handler, tmp_path):
-    words, pid = [sys.executable, "-c", LAUNCHER, TRAINING.format(handler=handler)], tmp_path / "pid"
-    with subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.DEVNULL, start_new_session=True) as launcher:
+    words, pid = (
+        [sys.executable, "-c", LAUNCHER, TRAINING.format(handler=handler)],
+        tmp_path / "pid",
+    )
+    with subprocess.Popen(
+        words, cwd=tmp_path, stderr=subprocess.DEVNULL, start_new_session=True
+    ) as launcher:
         while not pid.exists():
             time.sleep(0.02)
         if number == signal.SIGINT:

@@ -1,4 +1,6 @@
-"""What of a checkpoint is digested by which name, and the files beside it: read as they were written, or not at all."""
+"""What of a checkpoint is digested by which name, and the files beside it: read as they were
+written, or not at all.
+"""
 
 import os
 import random
@@ -11,7 +13,7 @@ import torch
 
 from det_callbacks import CheckpointFormatError, CheckpointNotFoundError, check_checkpoint
 from det_callbacks.checkpoint import files
-from det_callbacks.checkpoint.entries import MAX_FLAT, Entry, encode_plain, entries_of
+from det_callbacks.checkpoint.files import MAX_FLAT, Entry, encode_plain, entries_of
 from det_callbacks.cli import main
 from det_callbacks.digest.components import digest_tensor
 from det_callbacks.digest.host import format_digest
@@ -30,8 +32,12 @@ def test_entries_have_the_names_of_their_keys():
     found = entries_of(
         {
             "epoch": 3,
-            "state_dict": OrderedDict({"net.weight": weight, "a/b": weight.t(), "meta": weight.to("meta")}),
-            "optimizer_states": [{"state": {0: {"exp_avg": weight}}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}],
+            "state_dict": OrderedDict(
+                {"net.weight": weight, "a/b": weight.t(), "meta": weight.to("meta")}
+            ),
+            "optimizer_states": [
+                {"state": {0: {"exp_avg": weight}}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
+            ],
             "empty": {},
             "hyper_parameters": {"thing": Thing(), "0": 1, 0: 2},
             "loop": loop,
@@ -47,10 +53,23 @@ def test_entries_have_the_names_of_their_keys():
     assert found["hyper_parameters"]["thing"] == Entry(kind="opaque", type="Thing")
     assert found["hyper_parameters"]["'0'"] != found["hyper_parameters"]["0"]
     assert (found["state_dict"]["meta"].kind, found["loop"]["1"].kind) == ("opaque", "opaque")
-    assert [len(found[name]) for name in ("epoch", "empty", "table", "large")] == [1, 1, 1, MAX_FLAT + 1]
+    assert [len(found[name]) for name in ("epoch", "empty", "table", "large")] == [
+        1,
+        1,
+        1,
+        MAX_FLAT + 1,
+    ]
 
 
-ALIKE = [(1, 1.0), (1, True), (0.0, -0.0), ("", b""), ([], ()), (["a", "b"], ["ab"]), ({"a": 1}, {"a": 1.0})]
+ALIKE = [
+    (1, 1.0),
+    (1, True),
+    (0.0, -0.0),
+    ("", b""),
+    ([], ()),
+    (["a", "b"], ["ab"]),
+    ({"a": 1}, {"a": 1.0}),
+]
 
 
 def test_what_python_takes_for_equal_or_alike_is_told_apart():
@@ -77,10 +96,19 @@ def test_no_flipped_bit_and_no_truncation_passes():
 
 
 def test_what_is_no_sidecar_of_this_version_is_refused():
-    form = {"schema": 1, "digest_version": 1, "id": "a", "file": {"size": 1, "digest": "0"}, "entries": {}}
+    form = {
+        "schema": 1,
+        "digest_version": 1,
+        "id": "a",
+        "file": {"size": 1, "digest": "0"},
+        "entries": {},
+    }
     files.unseal(files.seal(form), Path("x"), files.Sidecar)
     for raw, message in (
-        (files.seal({**form, "schema": 2}), "has schema 2, but this version of det_callbacks reads 1"),
+        (
+            files.seal({**form, "schema": 2}),
+            "has schema 2, but this version of det_callbacks reads 1",
+        ),
         (files.seal({**form, "digest_version": 2}), "has digest_version 2"),
         (files.seal({**form, "num_ranks": "two"}), "structure"),
         *((raw, "is damaged") for raw in (b"null", b'{"schema": 1}', b"[" * 100_000)),
@@ -89,11 +117,17 @@ def test_what_is_no_sidecar_of_this_version_is_refused():
             files.unseal(raw, Path("x"), files.Sidecar)
 
 
-POSITION = files.DataPosition(before_iteration=GeneratorStates({"numpy": {"state": 2**127}}), num_drawn=4)
+POSITION = files.DataPosition(
+    before_iteration=GeneratorStates({"numpy": {"state": 2**127}}), num_drawn=4
+)
 
 
 def save_part(path: Path, id: str, rank: int = 1) -> None:
-    states: dict[str, Any] = {"generators": GeneratorStates.capture(), "position": POSITION, "is_epoch_over": False}
+    states: dict[str, Any] = {
+        "generators": GeneratorStates.capture(),
+        "position": POSITION,
+        "is_epoch_over": False,
+    }
     part = files.Part(id=id, rank=rank, **states, buckets=(("a", "b"),))
     files.write_part(path, part, {"gradient a": torch.arange(3.0)})
 
@@ -112,7 +146,8 @@ def test_a_part_belongs_to_the_save_that_it_is_of(tmp_path):
     save(path, "a", num_ranks=3)
     save(path, "b")
     added = [name.removeprefix("hpc_ckpt_3.ckpt") for name in os.listdir(tmp_path)]
-    assert sorted(added) == ["", ".digests.json", ".resume"]  # no digit, which Lightning would take for a version
+    # no digit, which Lightning would take for a version
+    assert sorted(added) == ["", ".digests.json", ".resume"]
     assert check_checkpoint(path).equal
     part, tensors = files.read_part(path, files.read_sidecar(path), 1)
     assert (part.position, tensors["gradient a"].tolist()) == (POSITION, [0.0, 1.0, 2.0])
@@ -125,7 +160,9 @@ def test_a_part_belongs_to_the_save_that_it_is_of(tmp_path):
     content = files.part_path(path, 1).read_bytes()
     for raw in (b"{}", content[:-1] + bytes([content[-1] ^ 1]), content[:-1]):
         files.part_path(path, 1).write_bytes(raw)
-        with pytest.raises(CheckpointFormatError, match=r'01\.state is damaged.* and resume with resume="plain"'):
+        with pytest.raises(
+            CheckpointFormatError, match=r'01\.state is damaged.* and resume with resume="plain"'
+        ):
             check_checkpoint(path)
 
 
@@ -148,9 +185,18 @@ def test_what_cannot_be_compared_is_refused(tmp_path):
     torch.save({"thing": Thing()}, tmp_path / "thing.ckpt")
     for paths, message in (
         (("memory://x.ckpt",), r"There is no checkpoint memory://x\.ckpt on this disk"),
-        ((tmp_path / "list.ckpt", tmp_path / "x.ckpt"), "it holds a list instead of a checkpoint's dictionary"),
-        ((tmp_path / "x.ckpt", tmp_path / "thing.ckpt"), r"thing\.ckpt cannot be read \(UnpicklingError: Weights only"),
-        ((tmp_path / "x.ckpt", tmp_path / "folder"), "cannot be read: of two, both have to be files"),
+        (
+            (tmp_path / "list.ckpt", tmp_path / "x.ckpt"),
+            "it holds a list instead of a checkpoint's dictionary",
+        ),
+        (
+            (tmp_path / "x.ckpt", tmp_path / "thing.ckpt"),
+            r"thing\.ckpt cannot be read \(UnpicklingError: Weights only",
+        ),
+        (
+            (tmp_path / "x.ckpt", tmp_path / "folder"),
+            "cannot be read: of two, both have to be files",
+        ),
     ):
         with pytest.raises((CheckpointFormatError, CheckpointNotFoundError), match=message):
             check_checkpoint(*paths)
@@ -172,9 +218,14 @@ def test_every_file_of_a_folder_counts(tmp_path):
     ):
         change()
         report = check_checkpoint(path)
-        assert (report.equal, [(entry.path, entry.kind) for entry in report.entries]) == (False, differing)
+        assert (report.equal, [(entry.path, entry.kind) for entry in report.entries]) == (
+            False,
+            differing,
+        )
     path.with_name("x.ckpt.digests.json").unlink()
-    with pytest.raises(CheckpointNotFoundError, match=r"nothing to compare .* copy that file and .*\.resume/, too"):
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"nothing to compare .* copy that file and .*\.resume/, too"
+    ):
         check_checkpoint(path)
 
 
@@ -190,7 +241,9 @@ def test_no_link_next_to_a_checkpoint_is_written_through(tmp_path, name):
     target = files.part_path(place, 0) if is_folder else files.beside(place, files.SIDECAR)
     with pytest.raises(WriteError, match="is a link to"):
         files._write(target, b"ours")
-    assert [(one.name, one.read_text()) for one in elsewhere.iterdir()] == [("rank-00000.state.tmp", "theirs")]
+    assert [(one.name, one.read_text()) for one in elsewhere.iterdir()] == [
+        ("rank-00000.state.tmp", "theirs")
+    ]
     if is_folder:
         (elsewhere / target.name).write_text("theirs")
         with pytest.raises(CheckpointFormatError, match="is a link to"):

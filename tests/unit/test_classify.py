@@ -1,12 +1,19 @@
-"""Who started a difference, from what each rank tells of its first differing step; and the verdict on all of them."""
+"""Who started a difference, from what each rank tells of its first differing step;
+and the verdict on all of them.
+"""
 
 from typing import Any
 
 import pytest
 from step_builder import Pair, StepBuilder, both, judge, reducing_step
 
-from det_callbacks.compare.collectives import CollectiveCall, FirstDifference, classify, describe_first
-from det_callbacks.compare.step import compare_steps
+from det_callbacks.compare.ranks import (
+    CollectiveCall,
+    FirstDifference,
+    classify,
+    compare_steps,
+    describe_first,
+)
 from det_callbacks.runs.program import IN_FLIGHT
 from det_callbacks.runs.selection import Selection
 from det_callbacks.verdict import Divergence
@@ -15,7 +22,9 @@ REDUCE = "c10d.allreduce_.default"
 
 
 def call(**place: Any) -> CollectiveCall:
-    return CollectiveCall(**{"op": REDUCE, "group": "0-2", "number": 0, "source": ("train.py:9 in step",), **place})
+    return CollectiveCall(
+        **{"op": REDUCE, "group": "0-2", "number": 0, "source": ("train.py:9 in step",), **place}
+    )
 
 
 FIRST, SECOND = call(), call(number=1)
@@ -28,14 +37,21 @@ def rank(*received, put=(), begins="received", step=3) -> FirstDifference:
     delivered = tuple((one, Divergence(step=step, **WITH)) for one in received)
     changed = frozenset(one.key for one in put)
     first = Divergence(step=step, **WITH)
-    return FirstDifference(order=(0, step, 0, 0), first=first, begins=begins, changed=changed, received=delivered)
+    return FirstDifference(
+        order=(0, step, 0, 0), first=first, begins=begins, changed=changed, received=delivered
+    )
 
 
 @pytest.mark.parametrize(
     ("ranks", "sides", "collective", "through"),
     [
         ([None, None], "equal equal", None, None),
-        ([rank(FIRST), rank(put=(FIRST,), begins="local"), rank(FIRST)], "receiver origin receiver", None, FIRST),
+        (
+            [rank(FIRST), rank(put=(FIRST,), begins="local"), rank(FIRST)],
+            "receiver origin receiver",
+            None,
+            FIRST,
+        ),
         ([rank(FIRST), rank(FIRST), None], "receiver receiver equal", FIRST, None),
         # another call explains nothing
         *(
@@ -43,8 +59,18 @@ def rank(*received, put=(), begins="received", step=3) -> FirstDifference:
             for other in (call(group="1-2"), SECOND, call(op="c10d.broadcast_.default"))
         ),
         # a later collective hands on what an earlier one brought
-        ([rank(FIRST, put=(SECOND,)), rank(put=(FIRST, SECOND), begins="local")], "receiver origin", None, FIRST),
-        ([rank(FIRST, put=(SECOND,)), rank(FIRST, put=(SECOND,))], "receiver receiver", FIRST, None),
+        (
+            [rank(FIRST, put=(SECOND,)), rank(put=(FIRST, SECOND), begins="local")],
+            "receiver origin",
+            None,
+            FIRST,
+        ),
+        (
+            [rank(FIRST, put=(SECOND,)), rank(FIRST, put=(SECOND,))],
+            "receiver receiver",
+            FIRST,
+            None,
+        ),
         # the two ends of a message
         ([rank(RECEIVE), rank(put=(SEND,), begins="local")], "receiver origin", None, RECEIVE),
         ([rank(RECEIVE), None], "receiver equal", RECEIVE, None),
@@ -75,10 +101,18 @@ def collective_gone() -> Pair:
     return reducing_step(), current
 
 
-GRADIENTS = both(lambda step, now: step.named("grad of net.weight", 1 + now, phase="gradient"))  # of level state
-WEIGHT = both(lambda step, now: step.op("aten.mm.default", "net.weight", weights={"net.weight": 1 + now}))
+# of level state
+GRADIENTS = both(lambda step, now: step.named("grad of net.weight", 1 + now, phase="gradient"))
+WEIGHT = both(
+    lambda step, now: step.op("aten.mm.default", "net.weight", weights={"net.weight": 1 + now})
+)
 # of what a collective brought, and no op read
-MADE = both(lambda step, now: (step.row(1, role="sent", op=REDUCE), step.op("f", "?made", weights={"?made": 1 + now})))
+MADE = both(
+    lambda step, now: (
+        step.row(1, role="sent", op=REDUCE),
+        step.op("f", "?made", weights={"?made": 1 + now}),
+    )
+)
 REDUCED, ULP = (reducing_step(), reducing_step(reduce="avg")), differing(noise="ulp")
 LATER, UNRECORDED = "rank 0 differs a step later", "the step before was not recorded"
 MUL = "aten.mul.Tensor"
@@ -89,7 +123,13 @@ CANNOT_TELL = "started the difference or received it"
 @pytest.mark.parametrize(
     ("pairs", "cause", "origins", "is_origin", "said"),
     [
-        ([differing()] * 2, "collective", {0: REDUCE, 1: REDUCE}, True, "0-1 (train.py:9, step) match on all"),
+        (
+            [differing()] * 2,
+            "collective",
+            {0: REDUCE, 1: REDUCE},
+            True,
+            "0-1 (train.py:9, step) match on all",
+        ),
         (
             [differing()],
             "unknown",
@@ -100,17 +140,54 @@ CANNOT_TELL = "started the difference or received it"
         ([REDUCED] * 2, "collective", {0: REDUCE, 1: REDUCE}, True, "sum -> avg"),
         ([sent_unseen()], "collective", {}, None, ""),
         ([collective_gone()], "collective", {0: REDUCE}, True, ""),
-        ([GRADIENTS] * 2, "backward", {}, None, f"it is unknown whether ranks 0 and 1 {CANNOT_TELL}"),
-        ([GRADIENTS, None], "backward", {}, None, "it started on rank 0; 1 of 2 ranks differ (rank 0 from"),
-        # what nobody saw written was received where another rank's batch differed, and so may an argument have been
+        (
+            [GRADIENTS] * 2,
+            "backward",
+            {},
+            None,
+            f"it is unknown whether ranks 0 and 1 {CANNOT_TELL}",
+        ),
+        (
+            [GRADIENTS, None],
+            "backward",
+            {},
+            None,
+            "it started on rank 0; 1 of 2 ranks differ (rank 0 from",
+        ),
+        # what nobody saw written was received where another rank's batch differed,
+        # and so may an argument have been
         ([GRADIENTS, differing(batch=7)], "data_content", {}, False, RECEIVED),
         ([LATER, GRADIENTS, differing(batch=7)], "data_content", {}, False, RECEIVED),
-        ([differing(), ULP], "forward", {1: MUL}, True, "rank 1; rank 0 sent the same data as in the reference"),
+        (
+            [differing(), ULP],
+            "forward",
+            {1: MUL},
+            True,
+            "rank 1; rank 0 sent the same data as in the reference",
+        ),
         ([MADE, ULP], "forward", {1: MUL}, False, RECEIVED),
         ([WEIGHT] * 2, "initial_weights", {}, False, "it started on ranks 0 and 1;"),
-        ([UNRECORDED, *[WEIGHT] * 2], "unknown", {}, False, f"it is unknown whether ranks 0 and 1 {CANNOT_TELL}"),
-        ([UNRECORDED, WEIGHT, None], "unknown", {}, False, "it started on rank 0; 1 of 2 ranks differ"),
-        ([LATER, REDUCED, ULP], "forward", {1: MUL}, True, f"rank 1; it is unknown whether rank 0 {CANNOT_TELL}"),
+        (
+            [UNRECORDED, *[WEIGHT] * 2],
+            "unknown",
+            {},
+            False,
+            f"it is unknown whether ranks 0 and 1 {CANNOT_TELL}",
+        ),
+        (
+            [UNRECORDED, WEIGHT, None],
+            "unknown",
+            {},
+            False,
+            "it started on rank 0; 1 of 2 ranks differ",
+        ),
+        (
+            [LATER, REDUCED, ULP],
+            "forward",
+            {1: MUL},
+            True,
+            f"rank 1; it is unknown whether rank 0 {CANNOT_TELL}",
+        ),
     ],
 )
 def test_the_verdict_on_all_ranks(pairs, cause, origins, is_origin, said, tmp_path):
@@ -128,7 +205,9 @@ def test_a_read_in_flight_is_a_race_and_accuses_nobody(tmp_path):
     assert (verdict.first_divergence.kind, verdict.origins) == ("structure", ())
     assert verdict.cause != "collective"
     assert "which is a race" in verdict.explanation
-    among = describe_first(compare_steps(reducing_step().view(), reducing_step(detail=IN_FLIGHT).view()))
+    among = describe_first(
+        compare_steps(reducing_step().view(), reducing_step(detail=IN_FLIGHT).view())
+    )
     assert (among.begins, among.received) == ("ambiguous", ())
     reference, current = reducing_step(detail=IN_FLIGHT), reducing_step(detail=IN_FLIGHT)
     current.digests[-1] ^= 1
@@ -137,13 +216,17 @@ def test_a_read_in_flight_is_a_race_and_accuses_nobody(tmp_path):
 
 
 def after_an_exchange(kind: str, through: str, *, changed: bool) -> StepBuilder:
-    """A step in which Python, which reads a number or is not seen to, does what came from the other ranks."""
+    """A step in which Python, which reads a number or is not seen to,
+    does what came from the other ranks.
+    """
     made = reducing_step(delivered="other" if changed and through != "gradient" else "all")
     last = len(made.sites) - 1
     if through == "gradient":
         last = made.named("grad of net.weight", int(changed), phase="gradient")
     if through != "unseen":
-        made.row(made.digests[last], op="aten._local_scalar_dense.default", role="value", inputs=(last,))
+        made.row(
+            made.digests[last], op="aten._local_scalar_dense.default", role="value", inputs=(last,)
+        )
     other = made.batch("unchanged", [1])
     if kind == "argument":
         made.op("aten.mul.Tensor", other, arguments={"other": 2.0 if changed else 1.0})
@@ -152,9 +235,14 @@ def after_an_exchange(kind: str, through: str, *, changed: bool) -> StepBuilder:
     return made
 
 
-@pytest.mark.parametrize(("kind", "through"), [("argument", "delivered"), ("missing", "gradient"), ("extra", "unseen")])
+@pytest.mark.parametrize(
+    ("kind", "through"), [("argument", "delivered"), ("missing", "gradient"), ("extra", "unseen")]
+)
 def test_what_python_does_with_what_came_from_others_starts_nothing(kind, through, tmp_path):
-    receiver = after_an_exchange(kind, through, changed=False), after_an_exchange(kind, through, changed=True)
+    receiver = (
+        after_an_exchange(kind, through, changed=False),
+        after_an_exchange(kind, through, changed=True),
+    )
     alone = compare_steps(*(made.view() for made in receiver)).origins
     assert bool(alone) == (through == "unseen")  # to this rank alone it looks like an origin
     verdict = judge(tmp_path, receiver, ULP)
@@ -165,7 +253,10 @@ def test_what_python_does_with_what_came_from_others_starts_nothing(kind, throug
 
 def test_state_that_was_restored_otherwise_is_of_the_rank():
     difference = compare_steps(*(one.view() for one in GRADIENTS))
-    assert [describe_first(difference, is_unrestored=one).begins for one in (False, True)] == ["ambiguous", "external"]
+    assert [describe_first(difference, is_unrestored=one).begins for one in (False, True)] == [
+        "ambiguous",
+        "external",
+    ]
 
 
 def test_the_first_divergence_is_the_least_though_it_was_received(tmp_path):

@@ -1,6 +1,7 @@
 """Collectives between two real processes on gloo: DDP, FSDP2 and delays.
 
-The processes are started once for all tests: each runs every scenario in the same order and says what it saw.
+The processes are started once for all tests: each runs every scenario in the same
+order and says what it saw.
 """
 
 import time
@@ -27,8 +28,17 @@ NUM_STEPS = 3
 
 def rows(trace: StepTrace) -> list[list[Any]]:
     return [
-        [site.role, site.op, entry.detail if entry else "", int(bits), list(site.inputs), site.phase]
-        for site, entry, bits in zip(trace.program.sites, trace.layout.entries, trace.digests, strict=True)
+        [
+            site.role,
+            site.op,
+            entry.detail if entry else "",
+            int(bits),
+            list(site.inputs),
+            site.phase,
+        ]
+        for site, entry, bits in zip(
+            trace.program.sites, trace.layout.entries, trace.digests, strict=True
+        )
         if site.role in ("sent", "delivered")
     ]
 
@@ -52,14 +62,20 @@ def train(wrap: Callable[[nn.Module], nn.Module], rank: int, *, is_traced: bool)
 
     for _ in range(NUM_STEPS):
         with torch.no_grad():
-            torch.empty(4096).fill_(rank + time.perf_counter())  # what freed memory holds is another thing each time
+            # what freed memory holds is another thing each time
+            torch.empty(4096).fill_(rank + time.perf_counter())
         if is_traced:
             step_of(mode, step)
         else:
             step()
-    found: dict[str, Any] = {"weights": [digest_tensor(parameter.detach()) for parameter in model.parameters()]}
+    found: dict[str, Any] = {
+        "weights": [digest_tensor(parameter.detach()) for parameter in model.parameters()]
+    }
     if is_traced:
-        found |= {"rows": rows(mode.trace), "digests": [mode.trace.program.id, *mode.trace.digests.tolist()]}
+        found |= {
+            "rows": rows(mode.trace),
+            "digests": [mode.trace.program.id, *mode.trace.digests.tolist()],
+        }
         found["outside"] = [site.name for site in with_role(mode.trace, "input")]
     return found
 
@@ -77,7 +93,10 @@ STRATEGIES: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 def train_all(rank: int) -> Any:
     ways = (True, True, False)
-    return {name: [train(wrap, rank, is_traced=way) for way in ways] for name, wrap in STRATEGIES.items()}
+    return {
+        name: [train(wrap, rank, is_traced=way) for way in ways]
+        for name, wrap in STRATEGIES.items()
+    }
 
 
 def collectives(rank: int) -> Any:
@@ -96,7 +115,11 @@ def collectives(rank: int) -> Any:
             seen.extend([x.clone(), call(x) * 1.0])
 
         trace = traced(body)
-        found[name] = {"rows": rows(trace), "sent": digest_tensor(seen[0]), "delivered": digest_tensor(seen[1])}
+        found[name] = {
+            "rows": rows(trace),
+            "sent": digest_tensor(seen[0]),
+            "delivered": digest_tensor(seen[1]),
+        }
     return found
 
 
@@ -138,11 +161,16 @@ def test_a_training_is_followed_and_not_disturbed(said, strategy):
         # what comes out is read from what went in
         seen = first["rows"]
         assert {row[2] for row in seen} == {""}, "nothing was in flight when it was read"
-        reduce = "c10d._reduce_scatter_base_.default" if strategy == "fsdp" else "c10d.allreduce_.default"
+        reduce = (
+            "c10d._reduce_scatter_base_.default"
+            if strategy == "fsdp"
+            else "c10d.allreduce_.default"
+        )
         assert {row[5] for row in seen if row[:2] == ["sent", reduce]} == {"backward"}
         assert [row for row in seen if row[:2] == ["delivered", reduce]]
         assert all(row[4] for row in seen if row[0] == "delivered")
-        # buffers of collectives are no inputs, but for the memory without digests that FSDP2 gathers into
+        # buffers of collectives are no inputs, but for the memory without
+        # digests that FSDP2 gathers into
         assert {*first["outside"]} > dict(network().named_parameters()).keys()
         assert None not in first["outside"] or strategy == "fsdp"
 
@@ -152,7 +180,9 @@ def test_digests_are_those_of_what_went_in_and_came_out(said):
         for name, seen in found.items():
             sent = [row for row in seen["rows"] if row[0] == "sent"]
             delivered = [row for row in seen["rows"] if row[0] == "delivered"]
-            puts_in = not (name == "broadcast" and rank == 0) and not (name == "message" and rank == 1)
+            puts_in = not (name == "broadcast" and rank == 0) and not (
+                name == "message" and rank == 1
+            )
             assert [row[3] for row in sent] == [seen["sent"] if puts_in else 0], (rank, name)
             gets = not (name == "message" and rank == 0)
             assert [row[2:4] for row in delivered] == [["", seen["delivered"]]] * gets, (rank, name)

@@ -20,7 +20,8 @@ from det_callbacks.trace import collectives
 from det_callbacks.trace.collectives import Collectives, Delivery, shown_ranks
 
 # torch 2.13 renames some of them
-pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # torch's own functions
+# torch's own functions
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 
 
 @pytest.fixture(autouse=True)
@@ -60,29 +61,55 @@ def test_what_goes_in_and_what_comes_out_are_sites():
     assert read == [(position_of(trace, "full.default"),), (sent,), (arrived,)]
     assert sent_site.source[0].endswith("in reduce_twice")
     assert sent_site.source == arrived_site.source
-    assert int(trace.digests[sent]) == digest_tensor(torch.full((4,), 2.0)) == int(trace.digests[arrived])
+    assert (
+        int(trace.digests[sent])
+        == digest_tensor(torch.full((4,), 2.0))
+        == int(trace.digests[arrived])
+    )
     assert trace.program.ops_seen == trace.program.ops_digested == 4
     group = dist.new_group([0])  # its name counts the groups made so far
-    assert {traced(lambda group=group: reduce_twice(group)).program.id for group in (group, None)} == {trace.program.id}
+    assert {
+        traced(lambda group=group: reduce_twice(group)).program.id for group in (group, None)
+    } == {trace.program.id}
 
 
 CALLS: dict[str, tuple[Callable[[Tensor], Any], int, int]] = {
     "broadcast": (lambda x: dist.broadcast(x, 0), 1, 1),
     "reduce": (lambda x: dist.reduce(x, 0), 1, 1),
     "all_gather": (lambda x: _kept(out := [torch.empty(4)], dist.all_gather(out, x)), 1, 1),
-    "all_gather_into": (lambda x: _kept(out := torch.empty(4), dist.all_gather_into_tensor(out, x)), 1, 1),
+    "all_gather_into": (
+        lambda x: _kept(out := torch.empty(4), dist.all_gather_into_tensor(out, x)),
+        1,
+        1,
+    ),
     "reduce_scatter": (lambda x: _kept(out := torch.empty(4), dist.reduce_scatter(out, [x])), 1, 1),
-    "reduce_scatter_tensor": (lambda x: _kept(out := torch.empty(4), dist.reduce_scatter_tensor(out, x)), 1, 1),
+    "reduce_scatter_tensor": (
+        lambda x: _kept(out := torch.empty(4), dist.reduce_scatter_tensor(out, x)),
+        1,
+        1,
+    ),
     "gather": (lambda x: _kept(out := [torch.empty(4)], dist.gather(x, out)), 1, 1),
     "scatter": (lambda x: _kept(out := torch.empty(4), dist.scatter(out, [x])), 1, 1),
-    "all_to_all_single": (lambda x: _kept(out := torch.empty(4), dist.all_to_all_single(out, x)), 1, 1),
+    "all_to_all_single": (
+        lambda x: _kept(out := torch.empty(4), dist.all_to_all_single(out, x)),
+        1,
+        1,
+    ),
     "barrier": (lambda _: dist.barrier(), 0, 0),
     "functional": (lambda x: functional.all_reduce(x, "sum", dist.group.WORLD), 1, 1),
     "functional_gather": (lambda x: functional.all_gather_tensor(x, 0, dist.group.WORLD), 1, 1),
-    "functional_scatter": (lambda x: functional.reduce_scatter_tensor(x, "sum", 0, dist.group.WORLD), 1, 1),
+    "functional_scatter": (
+        lambda x: functional.reduce_scatter_tensor(x, "sum", 0, dist.group.WORLD),
+        1,
+        1,
+    ),
     "functional_broadcast": (lambda x: functional.broadcast(x, 0, dist.group.WORLD), 1, 1),
     "functional_wait": (lambda x: functional.wait_tensor(_reduced(x)), 1, 1),
-    "functional_coalesced": (lambda x: functional.all_reduce_coalesced([x, x + 1], "sum", dist.group.WORLD), 2, 1),
+    "functional_coalesced": (
+        lambda x: functional.all_reduce_coalesced([x, x + 1], "sum", dist.group.WORLD),
+        2,
+        1,
+    ),
 }
 if TORCH >= (2, 15):
     CALLS["functional_wait_for_several"] = (lambda x: functional.wait_tensors([_reduced(x)]), 1, 1)
@@ -98,8 +125,14 @@ def _reduced(x: Tensor) -> Tensor:
 
 def test_every_op_of_collectives_that_names_no_group_is_known():
     """A new one may be another way to wait, as wait_tensors is since torch 2.15."""
-    names = {name.split(".")[0].replace("::", ".") for name in torch._C._dispatch_get_all_op_names()}
-    ours = {name for name in names if name.startswith(("c10d.", "_c10d_functional.", "_c10d_functional_autograd."))}
+    names = {
+        name.split(".")[0].replace("::", ".") for name in torch._C._dispatch_get_all_op_names()
+    }
+    ours = {
+        name
+        for name in names
+        if name.startswith(("c10d.", "_c10d_functional.", "_c10d_functional_autograd."))
+    }
     assert len(ours) > 30
     without_group = set()
     for name in ours:
@@ -108,7 +141,10 @@ def test_every_op_of_collectives_that_names_no_group_is_known():
         if not {"process_group", "group_name"} & {argument.name for argument in arguments}:
             without_group.add(name)
     assert without_group <= {*collectives._WAITS, *collectives._WITHOUT_DATA}
-    assert {"_c10d_functional.wait_tensor", "_c10d_functional._wrap_tensor_autograd"} <= without_group
+    assert {
+        "_c10d_functional.wait_tensor",
+        "_c10d_functional._wrap_tensor_autograd",
+    } <= without_group
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -133,7 +169,9 @@ def test_every_collective(name):
     assert {int(trace.digests[place]) for place, _ in (*sent[:1], *delivered)} <= {expected}
     assert seen[0].equal(torch.arange(4.0))
     if num_delivered:
-        assert delivered[0][1].op.startswith("_c10d_functional.wait" if name.startswith("functional") else "c10d")
+        assert delivered[0][1].op.startswith(
+            "_c10d_functional.wait" if name.startswith("functional") else "c10d"
+        )
         # gloo copies out of a buffer of its own when it is waited for
         reader = "copy_.default" if name == "reduce_scatter_tensor" else "mul.Tensor"
         assert site_of(trace, reader).inputs == (delivered[0][0],)
@@ -147,12 +185,22 @@ def test_what_is_under_way_when_a_step_ends_follows_from_nothing_in_the_next():
     # no Mock: it would keep the work, and gloo's threads, which a test that forks cannot have
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "_is_done", lambda work: False)
-        trace = step_of(mode, lambda: works.append(dist.all_reduce(model.weight.data, async_op=True)))
-        (at,) = (at for at, site in enumerate(trace.program.sites) if (site.phase, site.name) == ("state", "weight"))
+        trace = step_of(
+            mode, lambda: works.append(dist.all_reduce(model.weight.data, async_op=True))
+        )
+        (at,) = (
+            at
+            for at, site in enumerate(trace.program.sites)
+            if (site.phase, site.name) == ("state", "weight")
+        )
         assert (trace.layout.entries[at].detail, trace.digests[at]) == ("in flight", 0)
         trace = step_of(mode, lambda: model.weight * 2)
     (early, site), _ = rows(trace, "delivered")  # the op reads it, and so does the end of the step
-    assert (site.inputs, int(trace.digests[early]), trace.layout.entries[early].detail) == ((), 0, "in flight")
+    assert (site.inputs, int(trace.digests[early]), trace.layout.entries[early].detail) == (
+        (),
+        0,
+        "in flight",
+    )
     assert trace.program.ops_skipped["in_flight"] == 2
     works[0].wait()
     assert rows(step_of(mode, lambda: model.weight * 2), "delivered") == []
@@ -176,7 +224,8 @@ def test_a_collective_that_raises_leaves_no_site():
 
 
 @pytest.mark.parametrize(
-    ("ranks", "shown"), [((0,), "0"), ((0, 1), "0-1"), ((1, 3), "1,3"), ((0, 1, 2, 3), "0-3"), ((1, 3, 5), "1,3,5")]
+    ("ranks", "shown"),
+    [((0,), "0"), ((0, 1), "0-1"), ((1, 3), "1,3"), ((0, 1, 2, 3), "0-3"), ((1, 3, 5), "1,3,5")],
 )
 def test_ranks_are_shown_in_short(ranks, shown):
     assert shown_ranks(ranks) == shown
@@ -209,7 +258,9 @@ def test_on_a_device_ops_wait_and_other_collectives_may_not():
 
 
 def test_what_a_sparse_tensor_gets_is_no_delivery():
-    """Gloo gives it other indices and values in a thread of its own, here before the call has returned."""
+    """Gloo gives it other indices and values in a thread of its own,
+    here before the call has returned.
+    """
     deliver = Collectives._deliver
 
     def deliver_late(*args: Any) -> None:

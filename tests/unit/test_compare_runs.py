@@ -1,4 +1,6 @@
-"""Comparing runs: their lengths and selections; rank by rank, from the first difference on, and what is then proven."""
+"""Comparing runs: their lengths and selections; rank by rank, from the first difference on, and
+what is then proven.
+"""
 
 from functools import partial
 from pathlib import Path
@@ -9,14 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from step_builder import StepBuilder, manifest_of, record, steps_of, training_step
 
-from det_callbacks.compare.step import compare_steps
-from det_callbacks.errors import NothingComparedError, ReferenceFormatError, ReferenceNotFoundError, SelectionError
+from det_callbacks.compare.ranks import compare_steps
+from det_callbacks.errors import (
+    NothingComparedError,
+    ReferenceFormatError,
+    ReferenceNotFoundError,
+    SelectionError,
+)
 from det_callbacks.findings.facts import MAX_PROGRAMS
 from det_callbacks.runs import store, tables
 from det_callbacks.runs.files import stream_path
 from det_callbacks.runs.selection import Selection
+from det_callbacks.runs.steps import StreamFile
 from det_callbacks.runs.store import Run
-from det_callbacks.runs.stream import StreamFile
 from det_callbacks.runs.writer import RunWriter
 from det_callbacks.verdict import Verdict
 from det_callbacks.verify import judge
@@ -29,7 +36,9 @@ def reference(tmp_path):
     return record(tmp_path / "reference", steps_of(range(10)))
 
 
-@pytest.mark.parametrize(("ours", "theirs", "kind"), [((0, 10), (0, 6), "missing"), ((0, 6), (0, 10), "extra")])
+@pytest.mark.parametrize(
+    ("ours", "theirs", "kind"), [((0, 10), (0, 6), "missing"), ((0, 6), (0, 10), "extra")]
+)
 def test_run_of_other_length_diverges(tmp_path, ours, theirs, kind):
     reference = record(tmp_path / "reference", steps_of(range(*ours)))
     current = record(tmp_path / "current", steps_of(range(*theirs)))
@@ -38,7 +47,10 @@ def test_run_of_other_length_diverges(tmp_path, ours, theirs, kind):
     assert (verdict.first_divergence.kind, verdict.first_divergence.step) == (kind, 6)
     assert (verdict.counts.steps_compared, verdict.counts.sites_differing) == (6, 4)
     side = "reference" if kind == "missing" else "current run"
-    assert f"Steps 6 to 9 (4 of them) are only in the {side}; the 6 common steps match" in verdict.explanation
+    assert (
+        f"Steps 6 to 9 (4 of them) are only in the {side}; the 6 common steps match"
+        in verdict.explanation
+    )
     assert "Train both runs for the same number of steps" in verdict.explanation
     assert "--steps common" in verdict.explanation
     common = compare_runs(reference, current, steps="common")
@@ -46,7 +58,9 @@ def test_run_of_other_length_diverges(tmp_path, ours, theirs, kind):
     assert "Only the steps that both runs have" in common.explanation
 
 
-def test_an_incomplete_run_is_refused_as_the_reference_and_misses_steps_as_the_current_one(tmp_path, reference):
+def test_an_incomplete_run_is_refused_as_the_reference_and_misses_steps_as_the_current_one(
+    tmp_path, reference
+):
     part = record(tmp_path / "part", steps_of(range(4)), complete=False)
     with pytest.raises(ReferenceFormatError, match=r"incomplete.*steps=\"common\"") as caught:
         compare_runs(part, reference)
@@ -55,7 +69,11 @@ def test_an_incomplete_run_is_refused_as_the_reference_and_misses_steps_as_the_c
     assert (verdict.verdict, verdict.counts.steps_compared) == ("match", 4)
     assert "The reference is incomplete" in verdict.explanation
     verdict = compare_runs(reference, part)
-    assert (verdict.verdict, verdict.first_divergence.kind, verdict.first_divergence.step) == ("diverged", "missing", 4)
+    assert (verdict.verdict, verdict.first_divergence.kind, verdict.first_divergence.step) == (
+        "diverged",
+        "missing",
+        4,
+    )
     assert "The current run is incomplete" in verdict.explanation
 
 
@@ -69,7 +87,10 @@ def test_what_has_nothing_in_common_is_no_match(tmp_path, reference):
     for selected in ({"level": "state"}, {"modules": ("net.*",)}, {"phases": ("forward",)}):
         (name,) = selected
         with pytest.raises(SelectionError, match=name):
-            compare_runs(reference, record(tmp_path / name, steps_of(range(10)), selection=Selection(**selected)))
+            compare_runs(
+                reference,
+                record(tmp_path / name, steps_of(range(10)), selection=Selection(**selected)),
+            )
     for pair in ((tmp_path / "nowhere", reference), (reference, tmp_path / "nowhere")):
         with pytest.raises(ReferenceNotFoundError):
             compare_runs(*pair)
@@ -83,15 +104,23 @@ def test_programs_and_layouts_that_both_runs_have_are_parsed_once(tmp_path, monk
     monkeypatch.setattr(store, "_CACHED", 8)  # fewer than the runs have
     runs = []
     for name, others in (("reference", {}), ("current", changes)):
-        steps = {step: training_step(muls=2 + step, **(others if step == 3 else {})) for step in range(num_steps)}
+        steps = {
+            step: training_step(muls=2 + step, **(others if step == 3 else {}))
+            for step in range(num_steps)
+        }
         runs.append(record(tmp_path / name, steps))
     parsed = []
     table_of = tables._table_of
     monkeypatch.setattr(
-        tables, "_table_of", lambda content, schema: (parsed.append(schema), table_of(content, schema))[1]
+        tables,
+        "_table_of",
+        lambda content, schema: (parsed.append(schema), table_of(content, schema))[1],
     )
     verdict = compare_runs(*runs)
-    assert (verdict.verdict, verdict.counts.steps_compared) == ("diverged" if changes else "match", num_steps)
+    assert (verdict.verdict, verdict.counts.steps_compared) == (
+        "diverged" if changes else "match",
+        num_steps,
+    )
     num_again = MAX_PROGRAMS + 3  # for findings, and to explain the first difference
     for schema in (tables.PROGRAM_SCHEMA, tables.LAYOUT_SCHEMA):
         assert num_steps <= parsed.count(schema) <= num_steps + num_again
@@ -105,14 +134,20 @@ ARGUMENT = next(place for place, site in enumerate(SITES) if site.role == "argum
 ORIGIN = next(place for place, site in enumerate(SITES) if site.op == "aten.mul.Tensor")
 CHANGES = st.sampled_from([None] * 20 + [0, ORIGIN, ARGUMENT, -1])
 
-# a step: how much its number is larger, the kind of its program, and the place of a digest that is changed
-STEPS = st.lists(st.tuples(st.integers(1, 2), st.sampled_from([0, 0, 0, 1, 2]), CHANGES), max_size=5)
+# a step: how much its number is larger, the kind of its program,
+# and the place of a digest that is changed
+STEPS = st.lists(
+    st.tuples(st.integers(1, 2), st.sampled_from([0, 0, 0, 1, 2]), CHANGES), max_size=5
+)
 RANKS = st.lists(st.lists(STEPS, min_size=1, max_size=2), min_size=1, max_size=3)
 
 
 def write(path: Path, ranks, *, redone=0) -> Path:
     num_fits = max(map(len, ranks))
-    made = [[*map(partial(fit_of, rank), fits)] + [{}] * (num_fits - len(fits)) for rank, fits in enumerate(ranks)]
+    made = [
+        [*map(partial(fit_of, rank), fits)] + [{}] * (num_fits - len(fits))
+        for rank, fits in enumerate(ranks)
+    ]
     record(path, made[0], others=made[1:])
     if redone and len(ranks) == 1:
         writer = RunWriter.resume(path, manifest=manifest_of())
@@ -162,17 +197,31 @@ def compare_by_chains(reference: Path, current: Path, **options: Any) -> Verdict
 
 @settings(max_examples=20, deadline=None)
 @given(
-    ours=RANKS, theirs=RANKS, is_same=st.booleans(), redone=st.integers(0, 2), is_common=st.booleans(), data=st.data()
+    ours=RANKS,
+    theirs=RANKS,
+    is_same=st.booleans(),
+    redone=st.integers(0, 2),
+    is_common=st.booleans(),
+    data=st.data(),
 )
-def test_the_verdict_is_that_of_reading_every_step(tmp_path_factory, ours, theirs, is_same, redone, is_common, data):
+def test_the_verdict_is_that_of_reading_every_step(
+    tmp_path_factory, ours, theirs, is_same, redone, is_common, data
+):
     folder = tmp_path_factory.mktemp("runs")
     if is_same:  # but for what is changed
-        theirs = [[[(*step[:2], data.draw(CHANGES)) for step in fit] for fit in fits] for fits in ours]
+        theirs = [
+            [[(*step[:2], data.draw(CHANGES)) for step in fit] for fit in fits] for fits in ours
+        ]
     else:
         theirs = (theirs * 3)[: len(ours)]
-    reference, current = write(folder / "reference", ours), write(folder / "current", theirs, redone=redone)
+    reference, current = (
+        write(folder / "reference", ours),
+        write(folder / "current", theirs, redone=redone),
+    )
     options = {"steps": "common" if is_common else "all"}
-    num_steps, num_sites, num_differing, first = counts_of_every_step(reference, current, is_common=is_common)
+    num_steps, num_sites, num_differing, first = counts_of_every_step(
+        reference, current, is_common=is_common
+    )
     try:
         found = compare_runs(reference, current, **options).to_dict()
     except NothingComparedError:
@@ -189,7 +238,10 @@ def test_the_verdict_is_that_of_reading_every_step(tmp_path_factory, ours, their
 
 
 def many(path: Path, *, num_ranks=3, num_steps=20, changed=()) -> Path:
-    changes = [[ORIGIN if (rank, step) in changed else None for step in range(num_steps)] for rank in range(num_ranks)]
+    changes = [
+        [ORIGIN if (rank, step) in changed else None for step in range(num_steps)]
+        for rank in range(num_ranks)
+    ]
     return write(path, [[[(1, 0, change) for change in of_rank]] for of_rank in changes])
 
 
@@ -210,7 +262,9 @@ def test_chains_spare_reading(tmp_path, monkeypatch, changed, at_most):
     monkeypatch.setattr(
         "det_callbacks.verify.judge.find_findings", lambda run: ()
     )  # which read some steps, see facts.py
-    monkeypatch.setattr(StreamFile, "_read", lambda *arguments: read.append(arguments) or read_one(*arguments))
+    monkeypatch.setattr(
+        StreamFile, "_read", lambda *arguments: read.append(arguments) or read_one(*arguments)
+    )
     with_chains = compare_by_chains(reference, current)
     assert 0 < len(read) <= at_most + 6  # and the first step of each file, as it is opened
     read.clear()
@@ -231,12 +285,15 @@ def test_damage_that_chains_do_not_see_makes_no_match_of_a_difference(tmp_path, 
 @pytest.mark.parametrize("step", [0, 9, 10, 15])
 def test_what_is_read_is_checked(tmp_path, step):
     reference, current = many(tmp_path / "a"), many(tmp_path / "b", changed=[(1, 10)])
-    damage(current, 1, step)  # the first, the last equal one, the one that differs, and one after it
+    # the first, the last equal one, the one that differs, and one after it
+    damage(current, 1, step)
     with pytest.raises(ReferenceFormatError, match=f"step {step} does not match its chain"):
         compare_by_chains(reference, current)
 
 
-def test_a_step_that_a_later_attempt_did_again_is_checked_too_and_a_program_that_is_gone_is_no_match(tmp_path):
+def test_a_step_that_a_later_attempt_repeated_is_checked_and_a_missing_program_is_no_match(
+    tmp_path,
+):
     fits = [[[(1, 0, None)] * 6]]
     reference, current = write(tmp_path / "a", fits), write(tmp_path / "b", fits, redone=2)
     assert compare_runs(reference, current).verdict == "match"
@@ -250,7 +307,10 @@ def test_a_step_that_a_later_attempt_did_again_is_checked_too_and_a_program_that
 
 def test_origins_of_many_ranks_are_the_earliest(tmp_path):
     changed = [(rank, (rank * 7) % 3) for rank in range(120)]
-    runs = [many(tmp_path / str(len(known)), num_ranks=120, num_steps=3, changed=known) for known in ((), changed)]
+    runs = [
+        many(tmp_path / str(len(known)), num_ranks=120, num_steps=3, changed=known)
+        for known in ((), changed)
+    ]
     verdict = compare_runs(*runs)
     wanted = sorted((step, rank) for rank, step in changed)[:100]
     assert [(origin.step, origin.rank) for origin in verdict.origins] == wanted

@@ -49,7 +49,10 @@ def test_both_ends_of_a_region_are_recorded_and_it_computes_what_it_computes_unw
 
     def left(step: Callable[[], Any]) -> list[torch.Tensor]:
         restored(model, state, step)
-        return [value.clone() for value in (*(weight.grad for weight in model.parameters()), *model.buffers())]
+        return [
+            value.clone()
+            for value in (*(weight.grad for weight in model.parameters()), *model.buffers())
+        ]
 
     mode = HashMode(model)
     steps: list[StepTrace] = []
@@ -60,15 +63,23 @@ def test_both_ends_of_a_region_are_recorded_and_it_computes_what_it_computes_unw
     trace = steps[2]
     assert any(site.is_kernel for site in trace.program.sites) is (backend == "inductor")
     names = [name for name, _ in model.named_parameters()]
-    assert sorted(site.name for site in ends(trace, "inputs")) == sorted(["x", *dict(model.named_buffers())])
+    assert sorted(site.name for site in ends(trace, "inputs")) == sorted(
+        ["x", *dict(model.named_buffers())]
+    )
     graph = ends(trace, "graph")[0]
     assert {trace.program.sites[at].name for at in graph.inputs} >= {*names}
     assert [given.name for given in ends(trace, "inputs", "backward")] == ["grad of output 0"]
-    assert {site.name for site in ends(trace, "outputs", "backward")} == {f"grad of {name}" for name in names}
+    assert {site.name for site in ends(trace, "outputs", "backward")} == {
+        f"grad of {name}" for name in names
+    }
     assert trace.program.opaque_regions == outside_only(backend)
-    inner = [at for at, site in enumerate(trace.program.sites) if site.op == "det_tests.twice.default"]
+    inner = [
+        at for at, site in enumerate(trace.program.sites) if site.op == "det_tests.twice.default"
+    ]
     assert inner
-    assert set(inner) <= set(ends(trace, "graph", "backward")[0].inputs), "which may read what they gave"
+    assert set(inner) <= set(ends(trace, "graph", "backward")[0].inputs), (
+        "which may read what they gave"
+    )
 
 
 def test_compiled_blocks_that_share_their_code_are_told_apart_by_module(backend):
@@ -87,7 +98,11 @@ def test_at_level_module_a_region_has_its_ends():
     compiled = torch.compile(model, backend=opaque_backend())
     trace = traced(train(compiled), model, modules=("",), level="module")
     assert trace.program.opaque_regions == ("compiled.Net_forward",)
-    assert {site.op.rpartition(".")[2] for site in trace.program.sites if site.op} == {"graph", "inputs", "outputs"}
+    assert {site.op.rpartition(".")[2] for site in trace.program.sites if site.op} == {
+        "graph",
+        "inputs",
+        "outputs",
+    }
 
 
 def unseen_by_autograd(graph: Any, x: torch.Tensor) -> Any:
@@ -136,7 +151,10 @@ def test_a_region_under_activation_checkpointing():
     compiled = torch.compile(model, backend=opaque_backend())
     mode = HashMode(model)
     x = batch().requires_grad_()
-    steps = [step_of(mode, lambda: checkpoint(compiled, x, use_reentrant=True).sum().backward()) for _ in range(3)]
+    steps = [
+        step_of(mode, lambda: checkpoint(compiled, x, use_reentrant=True).sum().backward())
+        for _ in range(3)
+    ]
     assert steps[1].program.id == steps[2].program.id
     assert len(ends(steps[2], "graph", "backward")) == 2, "it is run again, and backwards"
     assert ends(steps[2], "outputs", "backward")
@@ -226,7 +244,9 @@ def test_a_method_that_was_replaced_in_between_is_the_one_that_is_called(monkeyp
     with nobody_follows():
         called = []
         for name in ("first", "second"):
-            monkeypatch.setattr(owner, "call_user_compiler", lambda *_, name=name: called.append(name))
+            monkeypatch.setattr(
+                owner, "call_user_compiler", lambda *_, name=name: called.append(name)
+            )
             for _ in range(2):
                 with HashMode():
                     assert owner.call_user_compiler.__wrapped__(None) is None
@@ -236,7 +256,8 @@ def test_a_method_that_was_replaced_in_between_is_the_one_that_is_called(monkeyp
 def test_memory_that_a_region_uses_again_was_digested_before():
     def run(_: Any, x: torch.Tensor) -> Any:
         inner = x.exp()
-        ctypes.memset(inner.data_ptr(), 0, inner.nbytes)  # no dispatch, as in a kernel of inductor's
+        # no dispatch, as in a kernel of inductor's
+        ctypes.memset(inner.data_ptr(), 0, inner.nbytes)
         return (inner,)
 
     compiled = torch.compile(lambda x: x + 1, backend=backend_of(run))
@@ -245,7 +266,9 @@ def test_memory_that_a_region_uses_again_was_digested_before():
     sites = trace.program.sites
     inner = next(at for at, site in enumerate(sites) if site.op == "aten.exp.default")
     assert int(trace.digests[inner]) == digest_tensor(torch.ones(3).exp())
-    assert int(trace.digests[sites.index(ends(trace, "outputs")[0])]) == digest_tensor(torch.zeros(3))
+    assert int(trace.digests[sites.index(ends(trace, "outputs")[0])]) == digest_tensor(
+        torch.zeros(3)
+    )
 
 
 class LeftToEager(nn.Sequential):
@@ -255,7 +278,9 @@ class LeftToEager(nn.Sequential):
 
 
 def test_modules_that_dynamo_leaves_to_eager_code_keep_their_names():
-    """What it leaves runs our hooks under its frame evaluation: compiled by themselves, they would do nothing."""
+    """What it leaves runs our hooks under its frame evaluation: compiled by themselves,
+    they would do nothing.
+    """
     model = nn.Module()
     model.net = LeftToEager(nn.Linear(3, 3), nn.LayerNorm(3))
     counter = CompileCounter()
@@ -302,7 +327,11 @@ def test_who_starts_one_ulp(place, op, is_origin, started_by, backend):
     given = {False: batch(), True: nudged(batch())}
 
     def step(is_nudged: bool) -> None:
-        x = given[is_nudged] if place == "outside" else batch() * (3 + 2**-20 * (is_nudged and place == "eager"))
+        x = (
+            given[is_nudged]
+            if place == "outside"
+            else batch() * (3 + 2**-20 * (is_nudged and place == "eager"))
+        )
         if is_nudged and place == "unseen":
             x.numpy()[1, 1] += 1e-6
         NUDGE["twice"] = is_nudged and place == "inside"
@@ -312,15 +341,21 @@ def test_who_starts_one_ulp(place, op, is_origin, started_by, backend):
     compiled = torch.compile(model, backend=backend)
     train(compiled)()
     state = state_of(model)
-    traces = [restored(model, state, lambda: traced(lambda: step(way), model)) for way in (False, True)]  # noqa: B023
+    traces = [
+        restored(model, state, lambda: traced(lambda: step(way), model)) for way in (False, True)
+    ]
     found = difference(*traces)
     first = found.divergences[0]
     if place == "inside" and backend == "inductor":  # whose kernels are seen, too
         is_origin, started_by = True, {op}
     assert (first.op, first.is_origin) == (op, is_origin)
-    assert {(origin.op, origin.phase) for origin in found.origins} == {(one, "forward") for one in started_by}
+    assert {(origin.op, origin.phase) for origin in found.origins} == {
+        (one, "forward") for one in started_by
+    }
     if place != "inside":
-        entering = next(item for item in found.divergences if item.op == "compiled.Net_forward.inputs")
+        entering = next(
+            item for item in found.divergences if item.op == "compiled.Net_forward.inputs"
+        )
         assert (entering.name, entering.is_origin) == ("x", None if place == "unseen" else False)
 
 
@@ -329,11 +364,16 @@ def test_another_graph_is_a_difference_in_structure():
     mode = HashMode()
     with torch.no_grad():
         reference = step_of(mode, lambda: compiled(torch.ones(4, 2)))
-        step_of(mode, lambda: compiled(torch.ones(5, 2)))  # compiles for any size, and is preferred from here on
+        # compiles for any size, and is preferred from here on
+        step_of(mode, lambda: compiled(torch.ones(5, 2)))
         current = step_of(mode, lambda: compiled(torch.ones(4, 2)))
     assert counters["stats"]["unique_graphs"] == 2
     first = difference(reference, current).divergences[0]
-    assert (first.op.rpartition(".")[2], first.kind, first.is_origin) == ("graph", "structure", True)
+    assert (first.op.rpartition(".")[2], first.kind, first.is_origin) == (
+        "graph",
+        "structure",
+        True,
+    )
 
 
 def test_eager_steps_are_those_of_the_code_that_was_compiled(backend):
@@ -349,7 +389,13 @@ def test_eager_steps_are_those_of_the_code_that_was_compiled(backend):
 
     def seen(step: StepTrace) -> list[tuple[str, str, str, str, int]]:
         return [
-            (site.phase, site.module.removeprefix("net._orig_mod").lstrip("."), site.op, site.source[0], int(digest))
+            (
+                site.phase,
+                site.module.removeprefix("net._orig_mod").lstrip("."),
+                site.op,
+                site.source[0],
+                int(digest),
+            )
             for site, digest in zip(step.program.sites, step.digests, strict=True)
             if site.phase in ("forward", "backward") and site.role == "output"
         ]

@@ -1,4 +1,6 @@
-"""What a step costs, counted and not timed: calls of Python functions of ours, in steps of recipes/overhead."""
+"""What a step costs, counted and not timed: calls of Python functions of ours,
+in steps of recipes/overhead.
+"""
 
 import importlib
 import sys
@@ -11,9 +13,9 @@ import torch
 from recipe_modules import find_recipe
 
 import det_callbacks
-from det_callbacks.trace.attribution import engine
+from det_callbacks.trace import modules
+from det_callbacks.trace.call_graph import CallGraph
 from det_callbacks.trace.hash_mode import HashMode
-from det_callbacks.trace.op.call_graph import CallGraph
 
 OVERHEAD = Path(__file__).parents[2] / "recipes" / "overhead"
 OURS = str(Path(det_callbacks.__file__).parent)
@@ -29,12 +31,16 @@ def recipe(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 class Steps:
     """Steps of a network, recorded; ``num_calls`` of our functions were made in the last one."""
 
-    def __init__(self, recipe: ModuleType, network: str, level: str, optimizer: str = "adamw") -> None:
+    def __init__(
+        self, recipe: ModuleType, network: str, level: str, optimizer: str = "adamw"
+    ) -> None:
         self._recipe = recipe
         self._workload = recipe.make_workload(network, is_tiny=True)
         parameters = self._workload.model.parameters()
         if optimizer == "lbfgs":
-            self._update: Any = torch.optim.LBFGS(parameters, lr=0.1, max_iter=6, line_search_fn="strong_wolfe")
+            self._update: Any = torch.optim.LBFGS(
+                parameters, lr=0.1, max_iter=6, line_search_fn="strong_wolfe"
+            )
         else:
             self._update = torch.optim.AdamW(parameters, lr=1e-4, foreach=False)
         self.mode = HashMode(self._workload.model, level=level)
@@ -61,7 +67,8 @@ class Steps:
         self.num_calls += event == "call" and frame.f_code.co_filename.startswith(OURS)
 
 
-# Of a step at level state, of one at level module, and by the op at level op: as counted, with torch 2.15.
+# Of a step at level state, of one at level module, and by the op at level op: as
+# counted, with torch 2.15.
 CALLS = {
     "mlp": (265, 696, 19.0),
     "blocks": (389, 1491, 15.0),
@@ -85,7 +92,9 @@ def test_a_step_that_is_like_the_one_before_takes_so_many_calls(recipe, network)
         for number in range(3):
             steps.train(number)
         counted.append(steps.num_calls / (steps.num_ops or 1))
-    assert all(now <= SLACK * known for now, known in zip(counted, CALLS[network], strict=True)), counted
+    assert all(now <= SLACK * known for now, known in zip(counted, CALLS[network], strict=True)), (
+        counted
+    )
 
 
 @pytest.mark.parametrize(
@@ -105,11 +114,15 @@ def test_an_op_of_steps_that_vary_takes_hardly_more_calls(
     built: list[str] = []
     settle = CallGraph._give_rows
     monkeypatch.setattr(
-        CallGraph, "_give_rows", lambda graph, node: (built.append(str(node.func)), settle(graph, node))[1]
+        CallGraph,
+        "_give_rows",
+        lambda graph, node: (built.append(str(node.func)), settle(graph, node))[1],
     )
     captured: list[object] = []
-    capture = engine.capture_source
-    monkeypatch.setattr(engine, "capture_source", lambda *frames: (captured.append(0), capture(*frames))[1])
+    capture = modules.capture_source
+    monkeypatch.setattr(
+        modules, "capture_source", lambda *frames: (captured.append(0), capture(*frames))[1]
+    )
     steps = Steps(recipe, network, "op", optimizer)
     for number in range(num_steps):
         built.clear()

@@ -47,7 +47,9 @@ class Training:
     def __init__(self) -> None:
         torch.manual_seed(0)
         self.model = Block()
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9, foreach=True)
+        self.optimizer = torch.optim.SGD(
+            self.model.parameters(), lr=0.1, momentum=0.9, foreach=True
+        )
         self._model, self._update = torch.compile(self.model), torch.compile(self.optimizer.step)
         self._x = torch.arange(12).reshape(4, 3) % 4
 
@@ -58,7 +60,11 @@ class Training:
 
     def left(self) -> list[Tensor]:
         states = [value for state in self.optimizer.state.values() for value in state.values()]
-        return [value.detach().clone() for value in (*self.model.parameters(), *states) if isinstance(value, Tensor)]
+        return [
+            value.detach().clone()
+            for value in (*self.model.parameters(), *states)
+            if isinstance(value, Tensor)
+        ]
 
 
 def record(training: Training, *, steps: int = 3) -> list[StepTrace]:
@@ -94,10 +100,14 @@ def test_each_kernel_of_a_training_step_is_a_row_and_nothing_else_changes():
     assert {site.phase for site in kernels} == {"forward", "backward", "optimizer"}
     assert trace.program.opaque_regions == ()
     for site in kernels:
-        assert sites[site.inputs[0]].role != "graph", "it reads what it reads, not all of the region"
+        assert sites[site.inputs[0]].role != "graph", (
+            "it reads what it reads, not all of the region"
+        )
     updated = [site for site in kernels if site.phase == "optimizer"]
     names = [name for name, _ in training.model.named_parameters()]
-    assert Counter(site.name for site in updated) == Counter([*names, *(f"momentum_buffer of {one}" for one in names)])
+    assert Counter(site.name for site in updated) == Counter(
+        [*names, *(f"momentum_buffer of {one}" for one in names)]
+    )
     for site in ends(trace, "outputs", "backward"):
         assert all(sites[at].is_kernel or sites[at].op.endswith(".out") for at in site.inputs)
 
@@ -111,7 +121,10 @@ def test_a_kernel_has_the_lines_of_what_it_fused():
             by_phase.setdefault(site.phase, set()).add(site.source[0])
     first = f"embedding ({file}:{LINE + 1}), layer_norm ({file}:{LINE + 1})"
     assert any(first in shown for shown in by_phase["forward"])
-    assert any(f"gelu ({file}:{LINE + 2}), mul ({file}:{LINE + 2})" in shown for shown in by_phase["forward"])
+    assert any(
+        f"gelu ({file}:{LINE + 2}), mul ({file}:{LINE + 2})" in shown
+        for shown in by_phase["forward"]
+    )
     assert any(f"gelu_backward ({file}:{LINE + 2})" in shown for shown in by_phase["backward"])
     (mm,) = (site for site in trace.program.sites if site.op == "aten.addmm.out")
     assert mm.source == (f"{file}:{LINE + 2} in forward",)
@@ -146,7 +159,9 @@ def test_an_origin_in_generated_code_is_the_kernel_that_flips_a_bit(monkeypatch)
 
     step = compiled_step(broken)
     reference = traced(step)
-    names = [site.op.removeprefix("inductor.") for site in reference.program.sites if site.is_kernel]
+    names = [
+        site.op.removeprefix("inductor.") for site in reference.program.sites if site.is_kernel
+    ]
     assert len(names) == 2
     for name in names:
         (module,) = (one for one in PyCodeCache.modules if name in vars(one))
@@ -192,7 +207,9 @@ def test_the_kernel_that_adds_in_the_order_of_its_threads_is_the_origin():
     try:
         run()
         reference = run()
-        found = next(one for one in (difference(reference, run()) for _ in range(50)) if len(one.rows))
+        found = next(
+            one for one in (difference(reference, run()) for _ in range(50)) if len(one.rows)
+        )
     finally:
         torch.set_num_threads(num_threads)
     (origin,) = {found.site(row).op for row in found.starting("here")}
@@ -209,7 +226,9 @@ def test_code_without_python_between_its_kernels_is_seen_as_a_whole():
 def test_memory_that_several_buffers_share_keeps_its_writers():
     trace = traced(compiled_step(broken, memory_planning=True))
     sites = trace.program.sites
-    ops = [[sites[at].op or sites[at].role for at in site.inputs] for site in sites if site.is_kernel]
+    ops = [
+        [sites[at].op or sites[at].role for at in site.inputs] for site in sites if site.is_kernel
+    ]
     assert ops == [["input", "compiled.broken.inputs"], ["aten.mm.out"]]
 
 

@@ -20,8 +20,8 @@ from det_callbacks.runs.selection import Selection
 from det_callbacks.trace.compiled import graphs as compiled_graphs
 from det_callbacks.trace.compiled.replaced import REPLACED
 from det_callbacks.trace.hash_mode import HashMode
-from det_callbacks.trace.op.storages import StorageWriters
 from det_callbacks.trace.recorder import Recorder
+from det_callbacks.trace.storages import StorageWriters
 
 pytestmark = COMPILING
 OF_TORCH = torch.cuda.graphs._CUDAGraph
@@ -37,10 +37,12 @@ def _graphs(compiles_anew: None) -> Iterator[None]:
 @pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="needs a build of torch with CUDA")
 @pytest.mark.parametrize("method", ["capture_begin", "replay"])
 def test_graphs_of_torch_call_the_methods_that_are_replaced(method, monkeypatch):
-    graph = torch.cuda.CUDAGraph.__new__(torch.cuda.CUDAGraph)  # without the initialisation, which needs a device
+    # without the initialisation, which needs a device
+    graph = torch.cuda.CUDAGraph.__new__(torch.cuda.CUDAGraph)
     assert method in vars(OF_TORCH)
     monkeypatch.setattr(OF_TORCH, method, Mock(side_effect=KeyError("called")))
-    monkeypatch.setattr(torch.cuda.CUDAGraph, "instantiate", Mock())  # precedes a first replay from torch 2.14 on
+    # precedes a first replay from torch 2.14 on
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "instantiate", Mock())
     with pytest.raises(KeyError, match="called"):
         getattr(graph, method)()
 
@@ -61,12 +63,18 @@ def test_what_a_replay_may_have_written_is_digested_anew():
     assert (left.op, left.name, left.inputs) == ("", None, ())
     assert int(trace.digests[sites.index(left)]) == digest_tensor(torch.full((3,), 2.0))
     assert site_of(trace, "exp.default").inputs == (sites.index(left),)
-    assert (trace.program.opaque_regions, trace.program.ops_skipped["replayed"]) == (("cuda_graph",), 1)
+    assert (trace.program.opaque_regions, trace.program.ops_skipped["replayed"]) == (
+        ("cuda_graph",),
+        1,
+    )
     assert_same(trace, traced(body))
     without = traced(lambda: body(is_replayed=False))
     assert {one.kind for one in difference(trace, without).divergences} == {"missing", "content"}
     mode = HashMode()
-    steps = [step_of(mode, lambda number=number: [graph.replay() for _ in range(number)]) for number in (0, 2, 1)]
+    steps = [
+        step_of(mode, lambda number=number: [graph.replay() for _ in range(number)])
+        for number in (0, 2, 1)
+    ]
     counts = [step.program.ops_skipped.get("replayed", 0) for step in steps]
     assert counts == [0, 2, 1], "also where nothing is read afterwards"
 
@@ -115,7 +123,9 @@ def test_a_capture_is_left_alone():
         trace = mode.finish()
     assert device.waits == []
     assert trace.program.ops_skipped["captured"] > 20
-    assert int(trace.digests[position_of(trace, "mul.Tensor")]) == digest_tensor(torch.full((2, 3), 2.0))
+    assert int(trace.digests[position_of(trace, "mul.Tensor")]) == digest_tensor(
+        torch.full((2, 3), 2.0)
+    )
     assert after.sum() == 18
 
 
@@ -124,7 +134,10 @@ def test_what_is_observed_in_a_capture_is_said_to_be_left_out():
     observations = Observations(recorder, owner="a test")
     recorder.begin()
     observations.begin()
-    with pytest.warns(CoverageWarning, match="'x' was observed during the capture of a CUDA graph"), capture():
+    with (
+        pytest.warns(CoverageWarning, match="'x' was observed during the capture of a CUDA graph"),
+        capture(),
+    ):
         observations.observe("x", [("x", torch.ones(2))])
     observations.observe("y", [("y", torch.ones(2))])
     observations.end()
@@ -171,7 +184,11 @@ def test_a_region_that_runs_as_a_cuda_graph_has_the_same_rows_in_each_step(monke
 
 @pytest.mark.parametrize(
     ("mode", "device", "is_graphed"),
-    [("reduce-overhead", "cuda", True), ("default", "cuda", False), ("reduce-overhead", "cpu", False)],
+    [
+        ("reduce-overhead", "cuda", True),
+        ("default", "cuda", False),
+        ("reduce-overhead", "cpu", False),
+    ],
 )
 def test_whether_inductor_makes_a_cuda_graph(mode, device, is_graphed):
     compiler = torch._TorchCompileInductorWrapper(mode, None, False)

@@ -37,7 +37,8 @@ def traces(fault_at: int = -1) -> list[StepTrace]:
     return found
 
 
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # inductor's, on GPUs that have them
+# inductor's, on GPUs that have them
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 def test_reduce_overhead():
     reference = traces()
     assert len({trace.program.id for trace in reference[1:]}) == 1

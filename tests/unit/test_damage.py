@@ -1,4 +1,6 @@
-"""A run of two ranks that was damaged in any way: an error that names a file, or a verdict that skips nothing."""
+"""A run of two ranks that was damaged in any way: an error that names a file,
+or a verdict that skips nothing.
+"""
 
 import json
 import random
@@ -10,7 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stored_runs import OneOf, append, create, digests_of, join, record, resume, small_layout, small_program
+from stored_runs import (
+    OneOf,
+    append,
+    create,
+    digests_of,
+    join,
+    record,
+    resume,
+    small_layout,
+    small_program,
+)
 
 from det_callbacks.cli import main
 from det_callbacks.errors import ReferenceFormatError
@@ -19,13 +31,17 @@ from det_callbacks.runs.manifest import Attempt, read_manifest, write_manifest
 from det_callbacks.runs.metrics import Metric, Reading
 from det_callbacks.runs.store import Run
 
-OP = NondeterministicOp(op="aten.kthvalue", phase="forward", module="", source=(), message="-", is_allowed=True)
+OP = NondeterministicOp(
+    op="aten.kthvalue", phase="forward", module="", source=(), message="-", is_allowed=True
+)
 
 
 def write(path: Path, seeds: dict[int, int]) -> Path:
     writers = [create(path, peers=OneOf(0, 2)), join(path, 1)]
     loss = Metric(dtype="float32", shape=(), digest=f"{1:016x}", value="0.5")
-    writers[0].put_reading(Reading(where="epoch", number=3, step=3, epoch=0, metrics={"val_loss": loss}))
+    writers[0].put_reading(
+        Reading(where="epoch", number=3, step=3, epoch=0, metrics={"val_loss": loss})
+    )
     for writer in reversed(writers):  # rank 0 says in run.json how many fits there are
         writer.put_nondeterministic_ops([OP])
         for fit in range(2):
@@ -93,7 +109,9 @@ def test_no_damage_ends_in_a_match_that_skipped_something(runs, tmp_path, capsys
     outcomes: Counter[int] = Counter()
     for name in ("reference", "current", "other"):
         shutil.copytree(runs / name, tmp_path / name)
-    known = {name: diff(capsys, tmp_path / "reference", tmp_path / name) for name in ("current", "other")}
+    known = {
+        name: diff(capsys, tmp_path / "reference", tmp_path / name) for name in ("current", "other")
+    }
     for seed in range(first, first + num):
         chance = random.Random(seed)
         current = chance.choice(("current", "other"))
@@ -117,7 +135,9 @@ def test_no_damage_ends_in_a_match_that_skipped_something(runs, tmp_path, capsys
             assert "Traceback" not in err, case
         else:
             assert json.loads(out)["verdict"] != "match", case
-    assert [diff(capsys, tmp_path / "reference", tmp_path / name) for name in known] == [*known.values()]
+    assert [diff(capsys, tmp_path / "reference", tmp_path / name) for name in known] == [
+        *known.values()
+    ]
     assert outcomes[2] > num // 3, outcomes
 
 
@@ -148,5 +168,7 @@ def test_a_step_whose_program_has_another_length_is_refused(tmp_path):
     writer._layouts[layout.id] = 3
     writer.append(0, 0, small_program().id, layout.id, digests_of(0))
     writer.close(complete=True)
-    with pytest.raises(ReferenceFormatError, match=r"has 3 sites, its layout has 4, and step 0 has 3 digests"):
+    with pytest.raises(
+        ReferenceFormatError, match=r"has 3 sites, its layout has 4, and step 0 has 3 digests"
+    ):
         Run.open(path).view(0, 0, 0)

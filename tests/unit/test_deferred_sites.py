@@ -1,4 +1,6 @@
-"""Sites whose digests are known at the step's end only: the same trace as on the host, and nothing waits before."""
+"""Sites whose digests are known at the step's end only: the same trace as on the host,
+and nothing waits before.
+"""
 
 import threading
 from collections.abc import Iterator
@@ -20,7 +22,7 @@ from det_callbacks.runs.program import IN_FLIGHT
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.runs.store import Run
 from det_callbacks.trace.hash_mode import HashMode
-from det_callbacks.trace.op.deferred_sites import DeferredSites
+from det_callbacks.trace.sites import DeferredSites
 
 EVERY_DAY = ("in_place", "embeddings", "attention_and_losses", "sparse_quantised_and_complex")
 
@@ -31,9 +33,11 @@ def device() -> Iterator[LateDevice]:
         yield device
 
 
-@pytest.mark.filterwarnings("ignore")  # of ops that torch calls beta or deprecated: the programs are not about them
+# of ops that torch calls beta or deprecated: the programs are not about them
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in EVERY_DAY else pytest.mark.slow) for name in PROGRAMS]
+    "name",
+    [pytest.param(name, marks=() if name in EVERY_DAY else pytest.mark.slow) for name in PROGRAMS],
 )
 def test_ops_are_traced_as_on_the_host(name):
     torch.manual_seed(0)
@@ -106,7 +110,9 @@ def test_an_op_that_raises_leaves_its_sites_out_and_the_step_goes_on(place):
 
 def test_memory_that_fsdp_frees_was_read_before(device):
     # torch 2.11 and 2.12 have the latter only
-    gather = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
+    gather = getattr(
+        torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor
+    )
 
     def step(is_freed: bool) -> StepTrace:
         gathered, outside = torch.empty(6), torch.ones(6)
@@ -122,7 +128,9 @@ def test_memory_that_fsdp_frees_was_read_before(device):
 
         return traced(body)
 
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     try:
         assert_same(step(True), step(False))
     finally:
@@ -147,7 +155,9 @@ def test_what_waits_is_launched_before_what_nobody_sees_through(device, do):
     assert sum(device.num_launched) == 2
     overwrite_unseen(x)
     trace = mode.finish()
-    assert int(trace.digests[position_of(trace, "exp.default")]) == digest_tensor(torch.ones(3).exp())
+    assert int(trace.digests[position_of(trace, "exp.default")]) == digest_tensor(
+        torch.ones(3).exp()
+    )
 
 
 # where no dispatch mode sees what writes memory, it is launched at once
@@ -209,7 +219,9 @@ def test_ops_of_two_threads_keep_their_own_digests():
     found = {site.op: digest for site, digest in zip(sites, digests, strict=True)}
     assert found["det_tests.meets.default"] == digest_tensor(out)
     assert found["aten.exp.default"] == digest_tensor(y.exp())
-    assert [digests[place] for place in site_of(mode.trace, "exp.default").inputs] == [digest_tensor(y)]
+    assert [digests[place] for place in site_of(mode.trace, "exp.default").inputs] == [
+        digest_tensor(y)
+    ]
 
 
 def test_memory_of_the_host_that_a_device_may_still_copy_into_is_not_read(monkeypatch):
@@ -230,7 +242,10 @@ def test_memory_of_the_host_that_a_device_may_still_copy_into_is_not_read(monkey
     with doubles_are_late():
         trace = traced(body)
     assert waited == [torch.device("cpu")]
-    readers = [*(site_of(trace, "copy_.default", number) for number in range(3)), site_of(trace, "exp.default")]
+    readers = [
+        *(site_of(trace, "copy_.default", number) for number in range(3)),
+        site_of(trace, "exp.default"),
+    ]
     for (place,) in (reader.inputs for reader in readers):
         assert (trace.layout.entries[place].detail, trace.digests[place]) == (IN_FLIGHT, 0)
 

@@ -1,4 +1,6 @@
-"""Digests of tensors: every dtype, layout and kind, what has no data, and that nothing notices that one was taken."""
+"""Digests of tensors: every dtype, layout and kind, what has no data,
+and that nothing notices that one was taken.
+"""
 
 import copy
 import pickle
@@ -33,7 +35,11 @@ def digest_every_way(tensor: Tensor) -> list[int]:
 
 
 def refuse_every_way(tensor: object, error: type[Exception], message: str) -> None:
-    for digest in (digest_tensor, digest_output, lambda value: digest_tensors([torch.ones(1), value])):
+    for digest in (
+        digest_tensor,
+        digest_output,
+        lambda value: digest_tensors([torch.ones(1), value]),
+    ):
         with pytest.raises(error, match=message):
             digest(tensor)
 
@@ -48,12 +54,25 @@ def test_every_dtype_is_its_stored_bytes_in_row_major_order(dtype):
     tensor = of_bits(dtype, 6, 5)
     assert digest_output(tensor) == digest_bytes(stored_bytes(tensor))
     base = of_bits(dtype, 6, 10)
-    views = [base.t(), base[:, ::2], base[1:, 3:], base[:1].expand(4, 10), base[2], base.t()[3:, ::2], base[0, 1]]
+    views = [
+        base.t(),
+        base[:, ::2],
+        base[1:, 3:],
+        base[:1].expand(4, 10),
+        base[2],
+        base.t()[3:, ::2],
+        base[0, 1],
+    ]
     for view in (tensor, *views):
         expected = digest_bytes(stored_bytes(view))
         assert digest_tensor(view) == expected
         assert digest_tensors([view, view]) == [expected] * 2
-    for empty in (of_bits(dtype, 0), of_bits(dtype, 3, 0, 2), of_bits(dtype, 4, 4)[:, 4:], of_bits(dtype, 2, 0).t()):
+    for empty in (
+        of_bits(dtype, 0),
+        of_bits(dtype, 3, 0, 2),
+        of_bits(dtype, 4, 4)[:, 4:],
+        of_bits(dtype, 2, 0).t(),
+    ):
         assert {*digest_every_way(empty)} == {digest_bytes(b"")}
 
 
@@ -68,7 +87,10 @@ def test_conjugate_and_negative_views_are_what_they_mean(dtype):
         (conjugate.t(), conjugate.resolve_conj().t().contiguous()),
         (conjugate.imag, (-tensor.imag).contiguous()),
         (torch._neg_view(numbers), -numbers),
-        (torch._neg_view(tensor.to(torch.complex64).conj()), torch.complex(-tensor.real.float(), tensor.imag.float())),
+        (
+            torch._neg_view(tensor.to(torch.complex64).conj()),
+            torch.complex(-tensor.real.float(), tensor.imag.float()),
+        ),
     ):
         assert view.is_conj() or view.is_neg()
         assert digest_tensor(view) == digest_tensor(meant)
@@ -89,17 +111,26 @@ def test_outputs_are_read_in_memory_order_where_they_are_dense_and_else_in_row_m
     for order in ((0, 2, 3, 1), (3, 2, 1, 0), (1, 0, 2, 3)):
         permuted = tensor.permute(order)
         assert digest_output(permuted) == digest_tensor(tensor)
-        assert digest_tensor(permuted) == digest_tensor(permuted.contiguous()) != digest_tensor(tensor)
+        assert (
+            digest_tensor(permuted) == digest_tensor(permuted.contiguous()) != digest_tensor(tensor)
+        )
     memory = torch.randn(12)
     size_of_one = memory.as_strided((3, 1, 4), (1, 99, 3))
     assert digest_output(size_of_one) == digest_tensor(memory) != digest_tensor(size_of_one)
     gaps = torch.randn(6, 10)
-    for view in (gaps[:, ::2], gaps.t()[::2], gaps[:1].expand(4, 10), gaps.as_strided((3, 3), (1, 1))):
+    for view in (
+        gaps[:, ::2],
+        gaps.t()[::2],
+        gaps[:1].expand(4, 10),
+        gaps.as_strided((3, 3), (1, 1)),
+    ):
         assert digest_output(view) == digest_tensor(view.contiguous())
 
 
 def test_what_lies_in_order_is_not_copied(monkeypatch):
-    monkeypatch.setattr(components, "_digest", lambda tensor, memory_order: pytest.fail("took the way of copies"))
+    monkeypatch.setattr(
+        components, "_digest", lambda tensor, memory_order: pytest.fail("took the way of copies")
+    )
     tensor = torch.randn(2, 3, 4, 5)
     for plain in (tensor, tensor[1], nn.Parameter(tensor), torch.tensor(1.0), torch.empty(0, 3)):
         digest_every_way(plain)
@@ -113,22 +144,36 @@ def test_tensors_that_share_memory_or_have_none_are_their_elements():
     assert digest_tensor(lazy) == digest_tensor(tensor)
     assert torch._C._is_cow_tensor(lazy), "it was not copied for that"
     zeros = torch._efficientzerotensor(5)
-    for zero in (zeros, zeros[1:], torch._efficientzerotensor(4, 5).t(), torch._neg_view(torch.empty(0))):
+    for zero in (
+        zeros,
+        zeros[1:],
+        torch._efficientzerotensor(4, 5).t(),
+        torch._neg_view(torch.empty(0)),
+    ):
         assert {*digest_every_way(zero)} == {digest_tensor(torch.zeros(zero.shape))}
 
 
 def test_a_storage_that_is_freed_or_too_short_is_an_error_and_no_crash():
-    for tensor in (torch.randn(1000), torch.randn(1000)[500:], torch.randn(40, 25).t(), torch.randn(100, 10)[:, ::3]):
+    for tensor in (
+        torch.randn(1000),
+        torch.randn(1000)[500:],
+        torch.randn(40, 25).t(),
+        torch.randn(100, 10)[:, ::3],
+    ):
         for num_bytes in (3995, 0):
             tensor.untyped_storage().resize_(num_bytes)
-            refuse_every_way(tensor, DetCallbacksError, rf"\d+ bytes of storage, which has {num_bytes}")
+            refuse_every_way(
+                tensor, DetCallbacksError, rf"\d+ bytes of storage, which has {num_bytes}"
+            )
 
 
 # Tensors that are made of other tensors.
 
 
 def combined(*components: Tensor | int) -> int:
-    digests = [part if isinstance(part, int) else digest_tensor(part.contiguous()) for part in components]
+    digests = [
+        part if isinstance(part, int) else digest_tensor(part.contiguous()) for part in components
+    ]
     return digest_bytes(struct.pack(f"<{len(digests) + 1}Q", len(digests), *digests))
 
 
@@ -141,19 +186,29 @@ def test_mkldnn_and_nested_tensors_are_what_they_are_made_of():
     assert_digest(parts[0].to_mkldnn(), digest_tensor(parts[0]))
     tensor = torch.nested.nested_tensor(parts, requires_grad=True)
     assert_digest(tensor.transpose(1, 2), combined(*(part.t() for part in parts)))
-    assert digest_tensor(torch.nested.nested_tensor(parts[:1])) == digest_tensor(parts[0]), "one stands for itself"
-    assert digest_tensor(torch.nested.nested_tensor([])) == digest_bytes(bytes(8)), "none is not nothing"
+    assert digest_tensor(torch.nested.nested_tensor(parts[:1])) == digest_tensor(parts[0]), (
+        "one stands for itself"
+    )
+    assert digest_tensor(torch.nested.nested_tensor([])) == digest_bytes(bytes(8)), (
+        "none is not nothing"
+    )
     values, offsets, lengths = torch.randn(6, 3), torch.tensor([0, 2, 6]), torch.tensor([1, 3])
     cached = torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=2, max_seqlen=4)
     assert_digest(cached, combined(values, offsets))
-    assert_digest(torch.nested.nested_tensor_from_jagged(values, offsets, lengths), combined(values, offsets, lengths))
+    assert_digest(
+        torch.nested.nested_tensor_from_jagged(values, offsets, lengths),
+        combined(values, offsets, lengths),
+    )
 
 
 def test_a_wrapper_subclass_is_its_inner_tensors_recursively():
     left, right = torch.randn(3, 4), torch.randn(3, 4)
     pair = TwoTensor(left, right)
     assert_digest(pair, combined(left, right))
-    assert_digest(TwoTensor(pair, TwoTensor(right, left)), combined(combined(left, right), combined(right, left)))
+    assert_digest(
+        TwoTensor(pair, TwoTensor(right, left)),
+        combined(combined(left, right), combined(right, left)),
+    )
     assert_digest(pair.t(), combined(left.t(), right.t()))
 
 
@@ -168,7 +223,9 @@ def test_what_a_collective_has_not_delivered_yet_is_waited_for():
     for digest in (digest_tensor, digest_output, lambda value: digest_tensors([value])[0]):
         buffer = torch.zeros(5)
         torch._C._distributed_c10d._register_work(buffer, LateWork())
-        assert digest(collectives.AsyncCollectiveTensor(buffer)) == digest_tensor(torch.full((5,), 7.0))
+        assert digest(collectives.AsyncCollectiveTensor(buffer)) == digest_tensor(
+            torch.full((5,), 7.0)
+        )
 
 
 class Silent(torch.Tensor):
@@ -179,7 +236,9 @@ class Silent(torch.Tensor):
         return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
 
     @classmethod
-    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> None:
+    def __torch_dispatch__(
+        cls, func: object, types: object, args: object = (), kwargs: object = None
+    ) -> None:
         raise AssertionError(f"{func} was called")
 
 
@@ -193,8 +252,14 @@ Hollow = type("Hollow", (TwoTensor,), {"__tensor_flatten__": lambda self: (["sha
         (lambda: FakeTensorMode().from_tensor(torch.empty(3)), "a fake tensor is not data"),
         (lambda: torch._to_functional_tensor(torch.randn(3)), "a functional tensor is not data"),
         (lambda: nn.LazyLinear(3).weight, "a uninitialised tensor is not data"),
-        (lambda: Silent(torch.randn(3)), "cannot digest a Silent: it has no storage, and no __tensor_flatten__"),
-        (lambda: Hollow(*[torch.ones(1)] * 2), "cannot digest a Hollow: its __tensor_flatten__ names no tensor"),
+        (
+            lambda: Silent(torch.randn(3)),
+            "cannot digest a Silent: it has no storage, and no __tensor_flatten__",
+        ),
+        (
+            lambda: Hollow(*[torch.ones(1)] * 2),
+            "cannot digest a Hollow: its __tensor_flatten__ names no tensor",
+        ),
         (lambda: None, "cannot digest a NoneType: it is not a tensor"),
         (lambda: [torch.ones(1)], "cannot digest a list: it is not a tensor"),
     ],
@@ -261,7 +326,9 @@ def tensors_of_every_kind() -> dict[str, Tensor]:
         "mkldnn": dense.to_mkldnn(),
         "quantised": torch.quantize_per_tensor(dense, 0.1, 0, torch.qint8).t(),
         "nested": torch.nested.nested_tensor([dense, dense[:2]], requires_grad=True),
-        "jagged": torch.nested.nested_tensor([dense, dense[:2]], layout=torch.jagged, requires_grad=True),
+        "jagged": torch.nested.nested_tensor(
+            [dense, dense[:2]], layout=torch.jagged, requires_grad=True
+        ),
         "wrapper": TwoTensor(dense, dense.clone()),
         "large": torch.ones(300_000),
     }
@@ -291,7 +358,11 @@ def test_no_mode_no_autograd_and_no_generator_notices_anything():
         assert tensor.grad_fn is node, kind
         assert (tensor._version, next_sequence_number()) == (version, sequence + 1), kind
     assert not saved
-    assert (torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()) == states
+    assert (
+        torch.get_rng_state().tolist(),
+        np.random.get_state()[1].tolist(),
+        random.getstate(),
+    ) == states
     leaf, product = tensors["leaf"], tensors["non-leaf"]
     product.sum().backward()
     assert torch.equal(leaf.grad, torch.full_like(leaf, 2))
@@ -310,7 +381,12 @@ def test_a_third_level_is_the_digest_of_the_hashes_below_it():
 
 def test_every_contiguous_buffer_is_taken_and_nothing_else():
     array = np.array([[1, 2], [3, 4]], dtype=np.uint8)
-    for buffer in (bytearray(b"\1\2\3\4"), memoryview(b"\0\1\2\3\4")[1:], array, array.reshape(-1).view("<u4")):
+    for buffer in (
+        bytearray(b"\1\2\3\4"),
+        memoryview(b"\0\1\2\3\4")[1:],
+        array,
+        array.reshape(-1).view("<u4"),
+    ):
         assert digest_bytes(buffer) == digest_bytes(b"\1\2\3\4")
     for buffer in (np.arange(10)[::2], np.zeros((600, 600))[:, 1:]):
         with pytest.raises(ValueError, match="C-contiguous"):
@@ -385,8 +461,19 @@ def test_a_flipped_bit_and_what_one_side_lacks_are_named_and_the_order_is_no_dif
     assert found.differing(changed) == changed.differing(found) == ("norm.weight",)
     tensors = {"a": torch.ones(2), "b": torch.zeros(2)}
     assert digest_state(tensors) == digest_state(dict(reversed(tensors.items())))
-    assert digest_state(tensors).differing(digest_state({"b": tensors["b"], "c": tensors["a"]})) == ("a", "c")
-    zeros = (torch.zeros(4), torch.zeros(2, 2), torch.zeros(4, dtype=torch.int32), 0, 0.0, False, 2, torch.tensor(0))
+    assert digest_state(tensors).differing(
+        digest_state({"b": tensors["b"], "c": tensors["a"]})
+    ) == ("a", "c")
+    zeros = (
+        torch.zeros(4),
+        torch.zeros(2, 2),
+        torch.zeros(4, dtype=torch.int32),
+        0,
+        0.0,
+        False,
+        2,
+        torch.tensor(0),
+    )
     assert len({digest_state({"a": value}) for value in zeros}) == len(zeros)
 
 
@@ -396,10 +483,17 @@ def test_an_optimizers_state_has_names_and_numbers():
     net(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     before = digest_state(optimizer.state_dict())
-    assert {"state.0.exp_avg", "state.1.exp_avg_sq", "param_groups.0.betas.1"} <= before.tensors.keys()
+    assert {
+        "state.0.exp_avg",
+        "state.1.exp_avg_sq",
+        "param_groups.0.betas.1",
+    } <= before.tensors.keys()
     optimizer.param_groups[0]["lr"] = 0.2
     optimizer.state[net.bias]["exp_avg"][0] += 1
-    assert digest_state(optimizer.state_dict()).differing(before) == ("state.1.exp_avg", "param_groups.0.lr")
+    assert digest_state(optimizer.state_dict()).differing(before) == (
+        "state.1.exp_avg",
+        "param_groups.0.lr",
+    )
 
 
 DEEP: dict[str, object] = {"x": torch.ones(1)}

@@ -7,8 +7,8 @@ from beta_tensors import BETA_DTYPES
 from test_digest_device import add
 
 from det_callbacks.digest.components import digest_output, digest_tensor, digest_tensors
-from det_callbacks.digest.device.deferred import DigestQueue
-from det_callbacks.digest.device.triton_digest import TritonDigest, device_choice
+from det_callbacks.digest.deferred import DigestQueue
+from det_callbacks.digest.triton_digest import TritonDigest, device_choice
 
 pytestmark = [pytest.mark.gpu, BETA_DTYPES]
 
@@ -30,10 +30,15 @@ def test_ten_thousand_random_tensors(method):
         here = device_cases.tensors(1000, largest=8 * MIB, seed=seed)
         assert digest_tensors(there) == digest_tensors(here)
         for one, other in zip(there[:50], here, strict=False):
-            assert (digest_tensor(one), digest_output(one)) == (digest_tensor(other), digest_output(other))
+            assert (digest_tensor(one), digest_output(one)) == (
+                digest_tensor(other),
+                digest_output(other),
+            )
 
 
-@pytest.mark.parametrize("num_bytes", [(512 << 20) + 1, (3 << 30) + 5, (8 << 30) + 1], ids=lambda size: f"{size} bytes")
+@pytest.mark.parametrize(
+    "num_bytes", [(512 << 20) + 1, (3 << 30) + 5, (8 << 30) + 1], ids=lambda size: f"{size} bytes"
+)
 def test_tensors_whose_sums_do_not_fit(num_bytes, method):
     if torch.cuda.mem_get_info()[0] < 2 * num_bytes:
         pytest.skip("needs a GPU with twice as much free memory")
@@ -42,9 +47,13 @@ def test_tensors_whose_sums_do_not_fit(num_bytes, method):
 
 
 def test_memory_of_another_stream_is_not_given_away_before_it_was_read(method):
-    """The digests' stream is behind, the memory is dropped, and its own stream would have it again at once."""
+    """The digests' stream is behind, the memory is dropped,
+    and its own stream would have it again at once.
+    """
     side = torch.cuda.Stream()
-    expected = [digest_tensor(torch.full((MIB,), number, dtype=torch.uint8)) for number in range(20)]
+    expected = [
+        digest_tensor(torch.full((MIB,), number, dtype=torch.uint8)) for number in range(20)
+    ]
     queue = DigestQueue(method)
     for number in range(20):
         value = torch.full((MIB,), number, dtype=torch.uint8, device="cuda")

@@ -1,4 +1,6 @@
-"""Digests that are computed where a tensor is: what waits for a launch, the bits of the host, which way is taken."""
+"""Digests that are computed where a tensor is: what waits for a launch, the bits of the
+host, which way is taken.
+"""
 
 import os
 import random
@@ -20,17 +22,19 @@ from test_digest import CountingDispatch
 from test_triton_digest import StreamedDigest, late_kernels
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from det_callbacks.digest import deferred, triton_digest
 from det_callbacks.digest.components import digest_tensor
-from det_callbacks.digest.device import deferred, triton_digest
-from det_callbacks.digest.device.deferred import DeferredDigests, DigestQueue
-from det_callbacks.digest.device.triton_digest import Choice, device_choice, disagreement
+from det_callbacks.digest.deferred import DeferredDigests, DigestQueue
+from det_callbacks.digest.triton_digest import Choice, device_choice, disagreement
 from det_callbacks.errors import DetCallbacksError
 
 pytestmark = BETA_DTYPES
 
 
 def add(queue: DigestQueue, value: torch.Tensor) -> int:
-    return queue.add(value.untyped_storage(), value.storage_offset() * value.element_size(), value.nbytes)
+    return queue.add(
+        value.untyped_storage(), value.storage_offset() * value.element_size(), value.nbytes
+    )
 
 
 def filled(value: float, length: int = 4) -> torch.Tensor:
@@ -57,7 +61,15 @@ def test_memory_that_waits_is_held_and_then_let_go_and_the_tensor_never():
 def test_the_count_and_the_bytes_have_their_budgets():
     device, expected = LateDevice(), []
     queue = DigestQueue(device, max_tensors=3, max_bytes=100)
-    for length, launched in ((4, []), (4, []), (4, []), (4, [3]), (20, [3]), (2, [3, 2]), (26, [3, 2, 1, 1])):
+    for length, launched in (
+        (4, []),
+        (4, []),
+        (4, []),
+        (4, [3]),
+        (20, [3]),
+        (2, [3, 2]),
+        (26, [3, 2, 1, 1]),
+    ):
         expected += digests(length, length=length)
         add(queue, filled(length, length))
         assert device.num_launched == launched
@@ -118,7 +130,10 @@ def test_random_programs_give_the_digests_of_their_moment(seed, monkeypatch):
     """Of two queues of one device, with room for so few sums that they are hashed now and then."""
     monkeypatch.setattr(triton_digest, "MAX_SUM_BYTES", 80 * 1024)
     draw, method = random.Random(seed), StreamedDigest()
-    limits = {"max_tensors": draw.choice([1, 40, 1000]), "max_bytes": draw.choice([0, 200_000, 1 << 24])}
+    limits = {
+        "max_tensors": draw.choice([1, 40, 1000]),
+        "max_bytes": draw.choice([0, 200_000, 1 << 24]),
+    }
     queues = [DigestQueue(method, **limits) for _ in range(2)]
     expected: tuple[list[int], list[int]] = ([], [])
     values, num_collected = [torch.arange(200_000.0)], 2
@@ -145,7 +160,9 @@ def test_random_programs_give_the_digests_of_their_moment(seed, monkeypatch):
             assert add(queues[number], one) == len(expected[number])
             expected[number].append(digest_tensor(one))
     assert [queue.finish() for queue in queues] == [*expected]
-    assert method.names().count("hash_leaves") > 2 * num_collected, "where there is room for no more sums, too"
+    assert method.names().count("hash_leaves") > 2 * num_collected, (
+        "where there is room for no more sums, too"
+    )
 
 
 NEEDS_TRITON = "needs Triton, which the dev extra brings on Linux"
@@ -153,18 +170,23 @@ NEEDS_TRITON = "needs Triton, which the dev extra brings on Linux"
 
 def run_python(*arguments: str, **variables: str) -> str:
     environment = {**os.environ, **variables}
-    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=500
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 @pytest.mark.parametrize(
-    "num_cases", [pytest.param(24, marks=pytest.mark.slow), pytest.param(300, marks=pytest.mark.soak)]
+    "num_cases",
+    [pytest.param(24, marks=pytest.mark.slow), pytest.param(300, marks=pytest.mark.soak)],
 )
 def test_triton_in_its_interpreter_gives_the_bits_of_the_host(num_cases):
     pytest.importorskip("triton", reason=NEEDS_TRITON)
     folder = str(Path(__file__).parents[1])
-    output = run_python(str(Path(device_cases.__file__)), str(num_cases), TRITON_INTERPRET="1", PYTHONPATH=folder)
+    output = run_python(
+        str(Path(device_cases.__file__)), str(num_cases), TRITON_INTERPRET="1", PYTHONPATH=folder
+    )
     assert f"{num_cases} cases agree" in output
 
 
@@ -207,7 +229,7 @@ for capability in (80, 90):
             ("_sum_blocks", (5, 1, 1, 77), (big, first, *spans)), ("_hash_leaves", (6, 1, 1, 77), (big, first, 9))
         )
     print("compiled for", capability)
-"""
+"""  # noqa: E501  # a text
 
 
 @pytest.mark.slow
@@ -258,7 +280,11 @@ def test_a_thread_that_comes_into_another_one_s_launch_waits_for_it():
 @pytest.mark.parametrize(
     ("is_interpreted", "error", "reason"),
     [
-        (False, AssertionError("libcuda.so cannot found!"), "AssertionError: libcuda.so cannot found!"),
+        (
+            False,
+            AssertionError("libcuda.so cannot found!"),
+            "AssertionError: libcuda.so cannot found!",
+        ),
         (False, AttributeError("no such name"), "AttributeError: no such name"),
         (True, None, "TRITON_INTERPRET is set"),
         (None, None, "ModuleNotFoundError"),
@@ -267,13 +293,15 @@ def test_a_thread_that_comes_into_another_one_s_launch_waits_for_it():
 def test_without_triton_or_with_an_odd_one_each_tensor_is_copied_and_it_says_why(
     is_interpreted, error, reason, monkeypatch
 ):
-    name = "det_callbacks.digest.device.triton_kernels"
+    name = "det_callbacks.digest.triton_kernels"
     if is_interpreted is None:
         monkeypatch.setitem(sys.modules, "triton", None)
         monkeypatch.delitem(sys.modules, name, raising=False)
     else:
         launchers = mock.Mock(side_effect=error)
-        kernels = late_kernels(IS_INTERPRETED=is_interpreted, TritonError=ValueError, Launchers=launchers)
+        kernels = late_kernels(
+            IS_INTERPRETED=is_interpreted, TritonError=ValueError, Launchers=launchers
+        )
         monkeypatch.setattr(triton_digest.TritonDigest, "stream", lambda _: None)
         monkeypatch.setitem(sys.modules, name, kernels)
     said = str(device_choice.__wrapped__(torch.device("cuda", 0)))
@@ -294,11 +322,15 @@ def test_what_is_tried_on_a_device_is_none_of_the_program_s_ops(monkeypatch):
 
 
 def test_a_device_is_given_no_dtype_to_copy_that_it_has_no_op_for(monkeypatch):
-    """CUDA copies a tensor of whole memory as bytes, and others by an op of the dtype (torch 2.13)."""
+    """CUDA copies a tensor of whole memory as bytes, and others by an op of
+    the dtype (torch 2.13).
+    """
     value = torch.arange(24, dtype=torch.uint8).view(torch.uint3).view(4, 6)
     parts = [value, value.t(), value[:, ::2], value[:1].expand(3, 6)]
     expected, copied, real = [digest_tensor(part) for part in parts], [], torch.Tensor.cpu
-    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: copied.append(tensor.dtype) or real(tensor))
+    monkeypatch.setattr(
+        torch.Tensor, "cpu", lambda tensor: copied.append(tensor.dtype) or real(tensor)
+    )
     with late_device():
         assert [digest_tensor(part) for part in parts] == expected
     assert copied == [torch.uint8] * 4

@@ -11,8 +11,8 @@ from stored_runs import create, record
 from det_callbacks.cli import main
 from det_callbacks.cli.check import new_folder
 from det_callbacks.errors import WriteError
-from det_callbacks.runs.disk import make_folder, writing
 from det_callbacks.runs.evidence import EvidenceRow, EvidenceWriter, read_evidence
+from det_callbacks.runs.files import make_folder, writing
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,9 @@ from det_callbacks.runs.evidence import EvidenceRow, EvidenceWriter, read_eviden
         ("/proc/run", "No such file or directory"),
     ],
 )
-def test_where_no_folder_can_be_made_the_reason_and_the_way_out_are_one_sentence(place, says, tmp_path):
+def test_where_no_folder_can_be_made_the_reason_and_the_way_out_are_one_sentence(
+    place, says, tmp_path
+):
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     path = tmp_path / place
@@ -69,14 +71,24 @@ def test_evidence_after_a_full_disk_is_a_torn_tail_and_no_damage(tmp_path, monke
 
 
 @pytest.mark.parametrize("json_option", [[], ["--json"]])
-def test_show_and_diff_have_a_status_where_nothing_can_be_printed_or_read(json_option, tmp_path, monkeypatch, capsys):
+def test_show_and_diff_have_a_status_where_nothing_can_be_printed_or_read(
+    json_option, tmp_path, monkeypatch, capsys
+):
     run = str(record(tmp_path / "run", range(2)))
     for words in (["show", run], ["diff", run, run]):
-        with open("/dev/full", "w") as full, monkeypatch.context() as patch:  # closing it fails unless it is silenced
+        # closing it fails unless it is silenced
+        with open("/dev/full", "w") as full, monkeypatch.context() as patch:
             patch.setattr("sys.stdout", full)
             assert main([*words, *json_option]) == 2
-        assert "det-callbacks: standard output cannot be used: No space left" in capsys.readouterr().err
-    for words in (["show", "n" * 300], ["diff", run, "n" * 300], ["verify", "n" * 300, "--", "true"]):
+        assert (
+            "det-callbacks: standard output cannot be used: No space left"
+            in capsys.readouterr().err
+        )
+    for words in (
+        ["show", "n" * 300],
+        ["diff", run, "n" * 300],
+        ["verify", "n" * 300, "--", "true"],
+    ):
         assert main(words) == 2
         assert "There is no run in n" in capsys.readouterr().err.replace(f"{Path.cwd()}/", "")
     (tmp_path / "file").touch()

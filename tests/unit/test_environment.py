@@ -1,4 +1,6 @@
-"""What is kept of a run's environment, code and command, what is not, and how two environments differ."""
+"""What is kept of a run's environment, code and command, what is not,
+and how two environments differ.
+"""
 
 import enum
 import json
@@ -20,9 +22,20 @@ from hydra.core.utils import setup_globals
 from omegaconf import OmegaConf
 
 from det_callbacks.digest.host import digest_bytes, format_digest
-from det_callbacks.environment.capture import capture_environment, code_state, command_choice, script_words
+from det_callbacks.environment.capture import (
+    capture_environment,
+    code_state,
+    command_choice,
+    script_words,
+)
 from det_callbacks.environment.hydra import configuration_of
-from det_callbacks.runs.environment import AS_COMMITTED, DEFAULT, NOT_RECORDED, EnvironmentEntry, compare_environments
+from det_callbacks.runs.manifest import (
+    AS_COMMITTED,
+    DEFAULT,
+    NOT_RECORDED,
+    EnvironmentEntry,
+    compare_environments,
+)
 from det_callbacks.settings import enforce_determinism
 from det_callbacks.training.arguments import optimizer_choices
 
@@ -32,13 +45,18 @@ def entry(value: Any, *, is_machine: bool = True, changes_bits: bool = True) -> 
 
 
 def chosen(reference: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[Any, Any, bool]]:
-    found = compare_environments(capture_environment(choices=reference), capture_environment(choices=current))
+    found = compare_environments(
+        capture_environment(choices=reference), capture_environment(choices=current)
+    )
     assert not any(one.is_machine for one in found)
     return {one.name: (one.reference, one.current, one.changes_bits) for one in found}
 
 
 def test_what_is_no_text_in_the_locale_becomes_json():
-    argv = {"process": {"argv": ["tr\udcc3\udca4in.py", "\udce4", "\ud800", "ä"]}, "x\udcff": "\udcc3\udca4"}
+    argv = {
+        "process": {"argv": ["tr\udcc3\udca4in.py", "\udce4", "\ud800", "ä"]},
+        "x\udcff": "\udcc3\udca4",
+    }
     entries = capture_environment(choices=argv)
     assert entries["process.argv"].value == ["träin.py", r"\xe4", r"\ud800", "ä"]
     assert entries[r"x\xff"].value == "ä"
@@ -50,12 +68,16 @@ def test_another_optimizer_and_the_option_of_a_group_are_named():
         return optimizer_choices([kind([{"params": torch.ones(1), "lr": rate} for rate in rates])])
 
     sgd, adam = torch.optim.SGD, torch.optim.Adam
-    assert chosen(options(sgd, 0.1, 0.1), options(sgd, 0.1, 0.2)) == {"optimizer.SGD.group 1.lr": (0.1, 0.2, True)}
+    assert chosen(options(sgd, 0.1, 0.1), options(sgd, 0.1, 0.2)) == {
+        "optimizer.SGD.group 1.lr": (0.1, 0.2, True)
+    }
     assert chosen(options(adam, 0.1), options(sgd, 0.1)) == {"optimizer": ("Adam", "SGD", True)}
 
 
 def test_the_learning_rate_is_the_one_that_was_chosen_also_where_a_scheduler_has_changed_it():
-    """A resumed training begins with another one than the training that it goes on with, and nobody chose that."""
+    """A resumed training begins with another one than the training that it goes on with,
+    and nobody chose that.
+    """
     optimizer = torch.optim.SGD([torch.ones(1)], lr=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     before = optimizer_choices([optimizer])
@@ -70,10 +92,19 @@ def test_two_captures_in_one_process_are_equal_and_survive_json():
     choices = {"precision": "32-true", "hparams": {"lr": 0.1, "betas": (0.9, 0.999)}}
     first, second = capture_environment(choices=choices), capture_environment(choices=choices)
     assert compare_environments(first, second) == ()
-    assert compare_environments({"x": entry({"a": 1, "b": 2})}, {"x": entry({"b": 2, "a": 1})}) == ()
+    assert (
+        compare_environments({"x": entry({"a": 1, "b": 2})}, {"x": entry({"b": 2, "a": 1})}) == ()
+    )
     text = json.dumps(msgspec.to_builtins(first), allow_nan=False)
-    assert list(msgspec.json.decode(text, type=dict[str, EnvironmentEntry]).items()) == list(first.items())
-    for private in (socket.gethostname(), str(Path.home()), str(Path.cwd()), os.environ.get("USER") or "no user"):
+    assert list(msgspec.json.decode(text, type=dict[str, EnvironmentEntry]).items()) == list(
+        first.items()
+    )
+    for private in (
+        socket.gethostname(),
+        str(Path.home()),
+        str(Path.cwd()),
+        os.environ.get("USER") or "no user",
+    ):
         assert len(private) <= 4 or private not in text
     assert first["torch.version"].value == str(torch.__version__)
     assert first["torch.num_threads"].value == torch.get_num_threads()
@@ -113,7 +144,11 @@ VARIABLES: dict[str, tuple[str, str | None, bool]] = {
     "TORCHINDUCTOR_NUMERICS": ("strict", "strict", True),
     "CAUSAL_CONV1D_SPLIT": ("1", "1", True),
     "NCCL_SOMETHING_NEW": ("2", "2", True),
-    "NCCL_TOPO_FILE": ("/home/alice/topo.xml", f"<place {format_digest(digest_bytes(b'/home/alice/topo.xml'))}>", True),
+    "NCCL_TOPO_FILE": (
+        "/home/alice/topo.xml",
+        f"<place {format_digest(digest_bytes(b'/home/alice/topo.xml'))}>",
+        True,
+    ),
     "TORCHINDUCTOR_MAX_AUTOTUNE_CACHE": ("1", "1", True),
     "TORCHINDUCTOR_EMULATE_PRECISION_CASTS": ("1", "1", True),
     "TORCHDYNAMO_INLINE_INBUILT_NN_MODULES": ("1", "1", True),
@@ -151,7 +186,11 @@ def test_a_variable_is_a_choice_by_its_prefix_and_no_secret(name, monkeypatch):
         assert found == {}
         return
     (difference,) = found.values()
-    assert (difference.name, difference.reference, difference.current) == (f"env.{name}", None, recorded)
+    assert (difference.name, difference.reference, difference.current) == (
+        f"env.{name}",
+        None,
+        recorded,
+    )
     assert (difference.is_machine, difference.changes_bits) == (False, changes_bits)
 
 
@@ -177,7 +216,10 @@ WRITTEN: dict[str, tuple[Any, Any]] = {
     "colour": (enum.Enum("Colour", {"RED": "red"}).RED, "red"),
     "limit": (float("inf"), "inf"),
     "relative": (Path("data/train"), "data/train"),
-    "command": ("--data /home/alice/x --url https://alice:pw@example.org/x, b", "--data <place> --url <place>, b"),
+    "command": (
+        "--data /home/alice/x --url https://alice:pw@example.org/x, b",
+        "--data <place> --url <place>, b",
+    ),
     "layers": ([torch.nn.Linear(1, 1)], ["<torch.nn.modules.linear.Linear>"]),
     "kinds": ({"b", "a"}, ["a", "b"]),
     "hf_token": ("abc", "<withheld>"),
@@ -189,7 +231,11 @@ WRITTEN: dict[str, tuple[Any, Any]] = {
 def test_choices_are_flat_and_written_so_that_anyone_may_read_them():
     given = {name: value for name, (value, _) in WRITTEN.items()}
     environment = capture_environment(choices={"hparams": {"all": given}, "strategy": None})
-    entries = {name: entry for name, entry in environment.items() if name.startswith(("hparams", "strategy"))}
+    entries = {
+        name: entry
+        for name, entry in environment.items()
+        if name.startswith(("hparams", "strategy"))
+    }
     written = {f"hparams.all.{name}": value for name, (_, value) in WRITTEN.items()}
     assert {name: entry.value for name, entry in entries.items()} == {**written, "strategy": None}
     assert not any(entry.is_machine for entry in entries.values())
@@ -197,7 +243,10 @@ def test_choices_are_flat_and_written_so_that_anyone_may_read_them():
 
 def test_a_configuration_differs_by_its_keys_and_acts_through_what_they_became():
     def choices(lr: float, flip: float) -> dict[str, Any]:
-        return {"hparams": {"lr": lr}, "config": {"model": {"lr": lr}, "data": {"flip": flip, "api_key": str(flip)}}}
+        return {
+            "hparams": {"lr": lr},
+            "config": {"model": {"lr": lr}, "data": {"flip": flip, "api_key": str(flip)}},
+        }
 
     assert chosen(choices(0.1, 0.5), choices(0.2, 0.3)) == {
         "hparams.lr": (0.1, 0.2, True),
@@ -213,20 +262,32 @@ def test_a_configuration_is_kept_without_our_part_and_what_each_run_has_of_its_o
     config = {
         **{"lr": 0.1, "steps": "${lr}", "name": "net_${now:%Y-%m-%d_%H-%M-%S}", "missing": "???"},
         **{"logger": [{"dir": "logs/${name}", "version": 1}], "hydra": {"run": {"dir": "outputs"}}},
-        **{"determinism": {"mode": "record"}, "callbacks": {"determinism": {}, "stopping": {"patience": 3}}},
+        **{
+            "determinism": {"mode": "record"},
+            "callbacks": {"determinism": {}, "stopping": {"patience": 3}},
+        },
     }
     kept = {
         **{"lr": 0.1, "steps": 0.1, "name": "net_<run>", "missing": "???"},
-        **{"logger": [{"dir": "logs/net_<run>", "version": 1}], "callbacks": {"stopping": {"patience": 3}}},
+        **{
+            "logger": [{"dir": "logs/net_<run>", "version": 1}],
+            "callbacks": {"stopping": {"patience": 3}},
+        },
     }
     assert configuration_of(OmegaConf.create(config)) == kept
-    assert configuration_of(OmegaConf.create({"a": "${nowhere}", "b": 1})) == {"a": "${nowhere}", "b": 1}
+    assert configuration_of(OmegaConf.create({"a": "${nowhere}", "b": 1})) == {
+        "a": "${nowhere}",
+        "b": 1,
+    }
 
 
 @pytest.mark.parametrize(
     ("reference", "current", "is_machine", "changes_bits"),
     [
-        *((entry(one), entry(other), True, True) for one, other in ((1, True), (1, 1.0), (0.0, -0.0), ([1], [1, 1]))),
+        *(
+            (entry(one), entry(other), True, True)
+            for one, other in ((1, True), (1, 1.0), (0.0, -0.0), ([1], [1, 1]))
+        ),
         (entry(None), None, True, True),
         (entry(NOT_RECORDED), None, True, True),
         (None, entry(1, is_machine=False), False, True),
@@ -240,13 +301,21 @@ def test_values_differ_by_type_and_what_one_side_lacks_differs_even_from_none(
     sides = [{} if side is None else {"x": side} for side in (reference, current)]
     (found,) = compare_environments(*sides)
     values = [NOT_RECORDED if side is None else side.value for side in (reference, current)]
-    assert [found.reference, found.current, found.is_machine, found.changes_bits] == [*values, is_machine, changes_bits]
+    assert [found.reference, found.current, found.is_machine, found.changes_bits] == [
+        *values,
+        is_machine,
+        changes_bits,
+    ]
 
 
 def test_the_script_goes_by_its_name_in_the_project(monkeypatch, tmp_path):
     main = ModuleType("__main__")  # whatever runs the tests
     monkeypatch.setitem(sys.modules, "__main__", main)
-    scripts = {"src/train.py": "src/train.py", f"{tmp_path}/src/a.py": "src/a.py", "/home/somebody/a.py": "a.py"}
+    scripts = {
+        "src/train.py": "src/train.py",
+        f"{tmp_path}/src/a.py": "src/a.py",
+        "/home/somebody/a.py": "a.py",
+    }
     for script, shown in (*scripts.items(), ("-c", None)):
         monkeypatch.setattr(sys, "argv", [script, "--password", "hunter2"])
         words = [] if shown is None else [shown, "--password", "<withheld>"]
@@ -282,7 +351,12 @@ COMMAND_LINE = {
     '{"hub_token": "abc"}': "<withheld>",
     "determinism=1": "determinism=1",
 }
-KEPT = ("+model/net=large", "~callbacks.stopping", "determinism.settings.seed=0", "determinism_of_mine=1")
+KEPT = (
+    "+model/net=large",
+    "~callbacks.stopping",
+    "determinism.settings.seed=0",
+    "determinism_of_mine=1",
+)
 OURS = ("determinism.reference=refs/a", "+determinism=record", "callbacks.determinism.level=op")
 WITHHELD = {
     "logger.api_key=abc": "logger.api_key=<withheld>",
@@ -316,7 +390,10 @@ def test_the_commit_of_the_program_and_the_files_that_differ(tmp_path, monkeypat
     def changes(**files: str | None) -> bool:
         found = code_state()
         assert found.pop("code.git_commit") == git(folder, "rev-parse", "HEAD")
-        return found == {"code.is_dirty": bool(files), **{f"code.file.{name}": files[name] for name in files}}
+        return found == {
+            "code.is_dirty": bool(files),
+            **{f"code.file.{name}": files[name] for name in files},
+        }
 
     program.parent.mkdir(parents=True)
     for file in (program, other):
@@ -338,7 +415,10 @@ def test_the_commit_of_the_program_and_the_files_that_differ(tmp_path, monkeypat
     here = capture_environment()
     git(folder, "commit", "--quiet", "--message", "second")
     assert changes()
-    found = {one.name: (one.reference, one.current) for one in compare_environments(capture_environment(), here)}
+    found = {
+        one.name: (one.reference, one.current)
+        for one in compare_environments(capture_environment(), here)
+    }
     assert found.pop("code.git_commit")
     files = {f"code.file.{name}": (AS_COMMITTED, value) for name, value in changed.items()}
     assert found == {"code.is_dirty": (False, True), **files}

@@ -1,4 +1,6 @@
-"""BitwiseEquivalenceMode: what it finds and where, what it keeps, and that nothing it runs beside notices it."""
+"""BitwiseEquivalenceMode: what it finds and where, what it keeps,
+and that nothing it runs beside notices it.
+"""
 
 import pickle
 import random
@@ -28,7 +30,9 @@ from det_callbacks.audit.equivalence import difference_of, has_same_bits
 from det_callbacks.errors import CoverageWarning
 
 # torch's, of hooks on inputs without gradients
-pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:None of the inputs have requires_grad=True:UserWarning"
+)
 
 
 def places(found: list[OpMismatch]) -> list[tuple[str, str, str]]:
@@ -45,7 +49,9 @@ def test_ops_are_placed_where_hash_mode_places_them(name, monkeypatch):
     mode = BitwiseEquivalenceMode(model=model)
     with hashing, mode:
         step()
-    sites = [site for site in hashing.trace.program.sites if site.op and site.role in ("output", "value")]
+    sites = [
+        site for site in hashing.trace.program.sites if site.op and site.role in ("output", "value")
+    ]
     ours = mode.get_mismatches()
     assert len(ours) > 20
     assert places(ours) == [(site.phase, site.module, site.op) for site in sites]
@@ -99,7 +105,12 @@ class Noisy(nn.Module):
 def test_it_raises_at_the_op():
     model = nn.Sequential(nn.Linear(4, 4), Noisy())
     mode = BitwiseEquivalenceMode(raise_on_mismatch=True, model=model)
-    with mode, pytest.raises(EquivalenceError, match=r"planted\.noisy\.default in 1 at tests/unit/test_equ") as caught:
+    with (
+        mode,
+        pytest.raises(
+            EquivalenceError, match=r"planted\.noisy\.default in 1 at tests/unit/test_equ"
+        ) as caught,
+    ):
         model(torch.randn(3, 4))
     error = caught.value
     assert "12 of 12 elements of output 0 differ, by up to" in str(error)
@@ -117,7 +128,15 @@ def test_everyday_ops_give_the_same_bits_twice(name):
         op_programs.PROGRAMS[name]()
     assert mode.get_mismatches() == []
     assert mode.num_compared > 40
-    harmless = {"view", "uninitialised", "relayout", "side_effect", "no_tensors", "no_output", "not_copied"}
+    harmless = {
+        "view",
+        "uninitialised",
+        "relayout",
+        "side_effect",
+        "no_tensors",
+        "no_output",
+        "not_copied",
+    }
     assert set(mode.skipped) <= harmless, mode.skipped
 
 
@@ -125,7 +144,9 @@ def test_what_an_op_writes_lies_in_the_second_run_as_in_the_first():
     base, numbers = torch.arange(64.0), torch.randn(4, dtype=torch.complex64)
     with BitwiseEquivalenceMode() as mode:
         torch._foreach_add_([base[1:5], base[3:9], base[9:33].view(4, 6).t()[2:, 1:3]], 1)
-        torch._foreach_add_([base[40:], base.view(torch.int32)[44:]], [torch.tensor(1), torch.tensor(2)])
+        torch._foreach_add_(
+            [base[40:], base.view(torch.int32)[44:]], [torch.tensor(1), torch.tensor(2)]
+        )
         numbers.conj().conj_physical_()  # of the few that see such views as they are
         torch._neg_view(numbers.real).neg_()
     assert mode.get_mismatches() == []
@@ -142,7 +163,8 @@ def test_what_cannot_be_copied_or_has_nothing_to_compare_runs_once():
     dense, quantised = torch.ones(3), torch.ao.nn.quantized.Linear(4, 4)
     inputs = torch.quantize_per_tensor(torch.randn(2, 4), 0.1, 0, torch.quint8)
     with BitwiseEquivalenceMode() as mode:
-        torch.frombuffer(holder, dtype=torch.float32, count=64, offset=skip).add_(1)  # memory from elsewhere
+        # memory from elsewhere
+        torch.frombuffer(holder, dtype=torch.float32, count=64, offset=skip).add_(1)
         dense.add_(x)  # beside a sparse tensor
         torch.cond(torch.tensor(True), torch.sin, torch.cos, (dense,))
         torch._assert_async(dense.sum())
@@ -267,7 +289,13 @@ def test_odd_dtypes_and_layouts_give_the_same_bits_twice():
         read.add(1)
         assert x[0] == 0
         assert torch._C._is_cow_tensor(read)
-        for dtype in (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.complex32, torch.uint16, torch.bool):
+        for dtype in (
+            torch.float8_e4m3fn,
+            torch.float8_e8m0fnu,
+            torch.complex32,
+            torch.uint16,
+            torch.bool,
+        ):
             torch.ones(3).to(dtype).clone().copy_(torch.zeros(3).to(dtype))
         x = torch.ones(3, dtype=torch.complex64)
         x.conj().add_(x).imag.zero_()
@@ -301,8 +329,20 @@ def test_shards_are_compared_and_collectives_run_once():
     ("make", "num_differing", "max_ulps"),
     [
         (lambda: (torch.eye(3).to_sparse(), torch.eye(3).mul(2).to_sparse()), 9, None),
-        (lambda: tuple(torch.quantize_per_tensor(torch.zeros(2), x, 0, torch.qint8) for x in (0.1, 0.2)), 2, None),
-        (lambda: tuple(torch.nested.nested_tensor([torch.tensor([0.0, x])]) for x in (0.0, -0.0)), 2, None),
+        (
+            lambda: tuple(
+                torch.quantize_per_tensor(torch.zeros(2), x, 0, torch.qint8) for x in (0.1, 0.2)
+            ),
+            2,
+            None,
+        ),
+        (
+            lambda: tuple(
+                torch.nested.nested_tensor([torch.tensor([0.0, x])]) for x in (0.0, -0.0)
+            ),
+            2,
+            None,
+        ),
         (lambda: (torch.zeros(2), torch.zeros(3)), 2, None),
         (lambda: (torch.zeros(2), torch.zeros(2, dtype=torch.float64)), 2, None),
         (lambda: (torch.ones(3, 4), torch.ones(4, 3).t().mul(2)), 12, 1 << 23),

@@ -13,7 +13,9 @@ def fit(steps: int, *, drawn_at: tuple[int, str] | None = None) -> list[Evidence
     state = 100
     rows = [EvidenceRow(0, "fit start", "generator", "torch.cpu", value=state)]
     rows.append(EvidenceRow(0, "fit start", "seed", "torch.cpu", value=5))
-    rows.append(EvidenceRow(0, "fit start", "hook", "on_train_batch_end", "after", text="EMA, Plot"))
+    rows.append(
+        EvidenceRow(0, "fit start", "hook", "on_train_batch_end", "after", text="EMA, Plot")
+    )
     for step in range(steps):
         for point in ("before validation", "after validation") if step == 2 else ():
             rows.append(EvidenceRow(step, point, "generator", "torch.cpu", value=state))
@@ -28,14 +30,19 @@ def fit(steps: int, *, drawn_at: tuple[int, str] | None = None) -> list[Evidence
 
 def compare(ours: list[EvidenceRow], theirs: list[EvidenceRow], step: int) -> Evidence:
     since = step - 1 if step else None
-    found = [gather_window((row for row in rows if row.step <= step), since=since) for rows in (ours, theirs)]
+    found = [
+        gather_window((row for row in rows if row.step <= step), since=since)
+        for rows in (ours, theirs)
+    ]
     return compare_windows(*found, step)
 
 
 def test_a_draw_after_the_backward_pass_is_not_put_down_to_the_optimizer():
     evidence = compare(fit(4), fit(4, drawn_at=(2, "after backward")), 2)
     (change,) = evidence.generators
-    assert keep_from_drawing(change, evidence).startswith("Code after the backward pass draws from the generator ")
+    assert keep_from_drawing(change, evidence).startswith(
+        "Code after the backward pass draws from the generator "
+    )
     assert "what ran in between: code after the backward pass" in show_change(change, evidence)
 
 
@@ -51,10 +58,15 @@ def test_a_draw_after_the_backward_pass_is_not_put_down_to_the_optimizer():
         (None, "", None, None),
     ],
 )
-def test_indices_tell_order_from_content_and_the_first_other_one_is_named(theirs, text, indices, first):
+def test_indices_tell_order_from_content_and_the_first_other_one_is_named(
+    theirs, text, indices, first
+):
     def batch(values, text):
         pairs = zip(("indices", "sorted_indices"), values or (), strict=False)
-        return [EvidenceRow(0, "", kind, "train_dataloader", value=value, text=text) for kind, value in pairs]
+        return [
+            EvidenceRow(0, "", kind, "train_dataloader", value=value, text=text)
+            for kind, value in pairs
+        ]
 
     ours, others = fit(1) + batch((1, 1), "[7, 5, 9]"), fit(1) + batch(theirs, text)
     evidence = compare(ours, others, 0)
@@ -64,7 +76,9 @@ def test_indices_tell_order_from_content_and_the_first_other_one_is_named(theirs
 
 @pytest.mark.parametrize(("state", "changes"), [(0, []), (7, [(2, "batch start")])])
 def test_a_run_that_begins_with_a_step_is_compared_with_that_step_of_the_reference(state, changes):
-    """It lacks the moments before, so the moments of its step do not stand for those of an earlier one."""
+    """It lacks the moments before, so the moments of its step do not stand
+    for those of an earlier one.
+    """
     recorded = fit(4)
     began = [row._replace(value=row.value + state * (row.kind == "generator")) for row in recorded]
     begins = began.index(next(row for row in began if row[:2] == (2, "batch start")))

@@ -9,14 +9,29 @@ import pyarrow.dataset as ds
 import pytest
 from stored_runs import OneOf, append, create, join, record
 
-from det_callbacks.cli import export, main
-from det_callbacks.cli.export import export_run, export_trace
-from det_callbacks.errors import ExportError, ReferenceFormatError, ReferenceNotFoundError, WriteError
+from det_callbacks.cli import commands, main
+from det_callbacks.cli.commands import export_run, export_trace
+from det_callbacks.errors import (
+    ExportError,
+    ReferenceFormatError,
+    ReferenceNotFoundError,
+    WriteError,
+)
 from det_callbacks.runs.files import stream_path
 from det_callbacks.runs.manifest import Attempt, read_manifest, write_manifest
 from det_callbacks.runs.store import Run
 
-OF_SITE = ("phase", "module", "op", "occurrence", "output", "role", "name", "arguments", "recomputed")
+OF_SITE = (
+    "phase",
+    "module",
+    "op",
+    "occurrence",
+    "output",
+    "role",
+    "name",
+    "arguments",
+    "recomputed",
+)
 
 
 @pytest.fixture
@@ -41,37 +56,65 @@ def rows_of(path):
     for rank, found in [(one, found) for one in run.ranks for found in run.rank(one).iterate()]:
         view = run.view(rank, found.segment, found.step)
         of_step = {name: getattr(found, name) for name in ("segment", "step", "epoch", "chain")}
-        of_step |= {"rank": rank, "attempt": int(rank == 0 and (found.segment, found.step) >= (0, 4))}
+        of_step |= {
+            "rank": rank,
+            "attempt": int(rank == 0 and (found.segment, found.step) >= (0, 4)),
+        }
         of_step |= {"program": found.program_id, "layout": found.layout_id}
-        for position, (site, entry) in enumerate(zip(view.program.sites, view.layout.entries, strict=True)):
-            of_site = {name: getattr(site, name) for name in OF_SITE} | {"source": list(site.source)}
+        for position, (site, entry) in enumerate(
+            zip(view.program.sites, view.layout.entries, strict=True)
+        ):
+            of_site = {name: getattr(site, name) for name in OF_SITE} | {
+                "source": list(site.source)
+            }
             of_tensor = {"dtype": entry and entry.dtype}
-            of_tensor |= {name: entry and list(getattr(entry, name)) for name in ("shape", "stride")}
-            yield {**of_step, "position": position, **of_site, **of_tensor, "digest": int(found.digests[position])}
+            of_tensor |= {
+                name: entry and list(getattr(entry, name)) for name in ("shape", "stride")
+            }
+            yield {
+                **of_step,
+                "position": position,
+                **of_site,
+                **of_tensor,
+                "digest": int(found.digests[position]),
+            }
 
 
 @pytest.mark.parametrize("group_rows", [250_000, 7])
 def test_every_site_is_there_once(tmp_path, run, monkeypatch, group_rows):
-    monkeypatch.setattr(export, "GROUP_ROWS", group_rows)
+    monkeypatch.setattr(commands, "GROUP_ROWS", group_rows)
     (tmp_path / "to").mkdir()  # empty
     found = export_run(run, tmp_path / "to")
     assert "1 is the last whole step" in found.incomplete_reason
     wanted = list(rows_of(run))
     rows = ds.dataset(tmp_path / "to", partitioning="hive").to_table().to_pylist()
-    assert sorted(rows, key=lambda row: (row["rank"], row["segment"], row["step"], row["position"])) == wanted
+    assert (
+        sorted(rows, key=lambda row: (row["rank"], row["segment"], row["step"], row["position"]))
+        == wanted
+    )
     assert found.num_rows == len(wanted)
     files = [tmp_path / "to" / f"rank={rank}" / "part-0.parquet" for rank in range(2)]
     assert sorted((tmp_path / "to").rglob("*.parquet")) == files
     assert found.num_bytes == sum(file.stat().st_size for file in files)
     frame = pl.scan_parquet(tmp_path / "to" / "**" / "*.parquet", hive_partitioning=True)
-    assert frame.group_by("rank").len().sort("rank").collect()["len"].to_list() == [5 * 3 + 6 + 2 * 3, 4 * 3]
+    assert frame.group_by("rank").len().sort("rank").collect()["len"].to_list() == [
+        5 * 3 + 6 + 2 * 3,
+        4 * 3,
+    ]
 
 
 def test_what_cannot_be_exported_leaves_nothing_and_touches_nothing(tmp_path, run, monkeypatch):
     to = tmp_path / "to"
     with monkeypatch.context() as patch:
-        patch.setattr(export.pq.ParquetWriter, "write_table", Mock(side_effect=OSError(28, "No space left on device")))
-        with pytest.raises(WriteError, match=r"No space left on device; free some space, or pass .* folder .--to of"):
+        patch.setattr(
+            commands.pq.ParquetWriter,
+            "write_table",
+            Mock(side_effect=OSError(28, "No space left on device")),
+        )
+        with pytest.raises(
+            WriteError,
+            match=r"No space left on device; free some space, or pass .* folder .--to of",
+        ):
             export_run(run, to)
     file = stream_path(run, 1, 0, 0)
     content = file.read_bytes()
@@ -85,7 +128,9 @@ def test_what_cannot_be_exported_leaves_nothing_and_touches_nothing(tmp_path, ru
     assert {path.name for path in tmp_path.iterdir()} == {"run", "empty"}
     (to / "mine").mkdir(parents=True)
     for place in (to, file):
-        with pytest.raises(ExportError, match=r"(is not empty|is a file).*Nothing was changed") as caught:
+        with pytest.raises(
+            ExportError, match=r"(is not empty|is a file).*Nothing was changed"
+        ) as caught:
             export_run(run, place)
         assert (caught.value.exit_code, caught.value.path) == (2, str(place))
     assert [path.name for path in to.iterdir()] == ["mine"]
@@ -100,7 +145,12 @@ def test_a_trace_has_slices_that_nest_and_the_first_divergence(tmp_path, run, mo
     }
     site = views[1, 0, 3].program.sites[1]
     first = {"rank": 1, "step": 3, **{name: getattr(site, name) for name in (*OF_SITE[:5], "name")}}
-    verdict = {"verdict": "diverged", "cause": "forward", "explanation": "It differs.", "first_divergence": first}
+    verdict = {
+        "verdict": "diverged",
+        "cause": "forward",
+        "explanation": "It differs.",
+        "first_divergence": first,
+    }
     (run / "verdict.json").write_text(json.dumps(verdict))
     assert main(["export", str(run), "--to", "perfetto"]) == 0
     assert "run.perfetto.json: " in capsys.readouterr().out.replace("\n", "")
@@ -111,9 +161,13 @@ def test_a_trace_has_slices_that_nest_and_the_first_divergence(tmp_path, run, mo
         steps = [one for one in here if one["name"].startswith("step ")]
         keys = [key for key in views if key[0] == rank]
         assert sorted(one["name"] for one in steps) == sorted(f"step {step}" for _, _, step in keys)
-        assert sum(one["dur"] for one in steps) == sum(len(views[key].program.sites) for key in keys)
+        assert sum(one["dur"] for one in steps) == sum(
+            len(views[key].program.sites) for key in keys
+        )
         leaves = [one for one in here if "args" in one]
-        assert [one["ts"] for one in leaves] == [*range(len(leaves))], "one microsecond each, in order"
+        assert [one["ts"] for one in leaves] == [*range(len(leaves))], (
+            "one microsecond each, in order"
+        )
         for one in here:  # of two slices one holds the other, or they are apart
             begin, end = one["ts"], one["ts"] + one["dur"]
             for other in here:
@@ -123,7 +177,11 @@ def test_a_trace_has_slices_that_nest_and_the_first_divergence(tmp_path, run, mo
                 assert apart or inside or outside
     (instant,) = (one for one in events if one["ph"] == "i")
     (step,) = (one for one in slices if one["pid"] == 1 and one["name"] == "step 3")
-    assert (instant["pid"], instant["ts"], instant["name"]) == (1, step["ts"] + 1, "diverged: forward")
+    assert (instant["pid"], instant["ts"], instant["name"]) == (
+        1,
+        step["ts"] + 1,
+        "diverged: forward",
+    )
     assert instant["args"] == {"explanation": "It differs."}
     assert main(["export", str(run), "--to", "perfetto"]) == 2, "it exists"
     (tmp_path / "run.perfetto.json").unlink()
@@ -136,5 +194,5 @@ def test_a_trace_has_slices_that_nest_and_the_first_divergence(tmp_path, run, mo
 
 
 def test_modules_of_a_trace_are_inside_those_that_hold_them():
-    assert export._modules("net.0.norm") == ["net", "net.0", "net.0.norm"]
-    assert export._modules("") == []
+    assert commands._modules("net.0.norm") == ["net", "net.0", "net.0.norm"]
+    assert commands._modules("") == []

@@ -1,4 +1,6 @@
-"""What the findings read of a run: bounded, whatever its length, and later attempts over earlier ones."""
+"""What the findings read of a run: bounded, whatever its length,
+and later attempts over earlier ones.
+"""
 
 from typing import Any
 
@@ -8,8 +10,8 @@ from det_callbacks.findings import facts
 from det_callbacks.findings.facts import MIN_STEPS, fits_of
 from det_callbacks.findings.table import find_findings
 from det_callbacks.runs.evidence import EvidenceRow
+from det_callbacks.runs.steps import StreamFile
 from det_callbacks.runs.store import Run
-from det_callbacks.runs.stream import StreamFile
 
 
 def test_of_a_long_run_the_first_and_the_last_steps_are_read(tmp_path, monkeypatch):
@@ -17,7 +19,9 @@ def test_of_a_long_run_the_first_and_the_last_steps_are_read(tmp_path, monkeypat
     monkeypatch.setattr(facts, "MAX_STEPS", 40)
     read: list[Any] = []
     read_one = StreamFile._read
-    monkeypatch.setattr(StreamFile, "_read", lambda *arguments: read.append(arguments) or read_one(*arguments))
+    monkeypatch.setattr(
+        StreamFile, "_read", lambda *arguments: read.append(arguments) or read_one(*arguments)
+    )
     find_findings(run, ignored=())
     assert len(read) == 40
     first, second = ([record.step for record in fit.records] for (fit,) in fits_of(run))

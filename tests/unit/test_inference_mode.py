@@ -12,7 +12,7 @@ from torch.nn.functional import bilinear, scaled_dot_product_attention
 from tracing import reads_of, traced
 
 from det_callbacks import BitwiseEquivalenceMode, HashMode
-from det_callbacks.trace.tables.nondeterministic_ops import NondeterministicOps, NondeterministicOpWatch
+from det_callbacks.trace.nondeterministic_ops import NondeterministicOps, NondeterministicOpWatch
 
 DATA = torch.linspace(-1.0, 1.0, 72).view(6, 3, 4)
 SQUARE = torch.linspace(-2.0, 1.0, 16).view(4, 4)
@@ -44,12 +44,15 @@ def test_tensors_made_in_it_are_followed_outside_of_it():
     assert reads_of(trace, "clone.default") == ["sin.default"]
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # says that they are a prototype
+# says that they are a prototype
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_nested_tensor_has_kernels_of_its_own():
     def body() -> None:
         torch.nn.functional.linear(torch.nested.nested_tensor([SQUARE, SQUARE[:2]]), SQUARE)
 
-    assert "aten.linear.default" in [site.op for site in traced(torch.inference_mode()(body)).program.sites]
+    assert "aten.linear.default" in [
+        site.op for site in traced(torch.inference_mode()(body)).program.sites
+    ]
 
 
 AUTOCAST: dict[str, Callable[[], Tensor]] = {

@@ -63,15 +63,19 @@ class Runner:
 
 runner = Runner()
 call = runner.call
-"""
+"""  # noqa: E501  # a text
 
 
 class Autotuner:
     """Has what inductor's CachingAutotuner has of a kernel."""
 
-    def __init__(self, compute: Callable[..., None], names: list[str], changed: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, compute: Callable[..., None], names: list[str], changed: tuple[str, ...] = ()
+    ) -> None:
         self.compute, self.mutated_arg_names = compute, [*changed]
-        self.triton_meta = {"signature": {**dict.fromkeys(names, "*fp32"), "xnumel": "i32", "XBLOCK": "constexpr"}}
+        self.triton_meta = {
+            "signature": {**dict.fromkeys(names, "*fp32"), "xnumel": "i32", "XBLOCK": "constexpr"}
+        }
 
     def run(self, *args: Any, stream: int) -> None:
         torch.ones(3).add(1)  # as autotuning does
@@ -108,7 +112,11 @@ def generated(text: str, kernels: dict[str, Any], path: Path) -> ModuleType:
     """Return a module as inductor generates it, whose kernels are stand-ins."""
     path.write_text(text)
     module = ModuleType("generated")
-    compiler = type("Compiler", (), {"triton": lambda *_, **__: None, "wait": lambda _, names: names.update(kernels)})
+    compiler = type(
+        "Compiler",
+        (),
+        {"triton": lambda *_, **__: None, "wait": lambda _, names: names.update(kernels)},
+    )
     vars(module).update(key=f"{path}", __file__=str(path), torch=torch, AsyncCompile=compiler)
     exec(compile(text, str(path), "exec"), vars(module))
     return module
@@ -125,7 +133,9 @@ def kernels() -> dict[str, Any]:
     return {
         "triton_poi_fused_mul_sin_0": Autotuner(mul_sin, ["in_ptr0", "out_ptr0"]),
         "triton_poi_fused_cos_1": Autotuner(cos, ["in_ptr0", "out_ptr0"]),
-        "triton_poi_fused_add_2": Autotuner(_add_in_place, ["in_out_ptr0", "in_ptr0"], ("in_out_ptr0",)),
+        "triton_poi_fused_add_2": Autotuner(
+            _add_in_place, ["in_out_ptr0", "in_ptr0"], ("in_out_ptr0",)
+        ),
     }
 
 
@@ -142,7 +152,9 @@ def step(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[[], No
     monkeypatch.setattr(output_code, "CompiledFxGraph", Graph)
     monkeypatch.setattr(codecache.PyCodeCache, "modules", [module])
     monkeypatch.setattr(Graph, "cache_key", vars(module)["key"])
-    compiled = torch.compile(function, backend=backend_of(lambda _, *inputs: Graph(vars(module)["call"])([*inputs])))
+    compiled = torch.compile(
+        function, backend=backend_of(lambda _, *inputs: Graph(vars(module)["call"])([*inputs]))
+    )
     x, weight = torch.linspace(-1, 1, 32).reshape(4, 8), torch.linspace(0, 1, 64).reshape(8, 8)
 
     def run() -> None:
@@ -154,7 +166,11 @@ def step(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[[], No
 
 def inner(trace: StepTrace) -> list[Site]:
     """Return the sites of kernels, and of ops inside the region."""
-    return [site for site in trace.program.sites if site.op.startswith("inductor.") or site.op.endswith(".out")]
+    return [
+        site
+        for site in trace.program.sites
+        if site.op.startswith("inductor.") or site.op.endswith(".out")
+    ]
 
 
 def read_by(trace: StepTrace, site: Site) -> list[str]:
@@ -179,13 +195,17 @@ def test_each_kernel_is_a_row_with_what_it_reads(step):
     (out,) = ends(trace, "outputs")
     assert read_by(trace, out) == ["add_2"]
     assert trace.program.opaque_regions == ()
-    assert "aten.add.Tensor" not in {site.op for site in trace.program.sites}, "what a launch does is no op of the step"
+    assert "aten.add.Tensor" not in {site.op for site in trace.program.sites}, (
+        "what a launch does is no op of the step"
+    )
     assert_same(trace, traced(step))
 
 
 def test_a_kernel_has_the_lines_of_the_nodes_that_it_computes(step):
     mul_sin, mm, cos, add = inner(traced(step))
-    first, second, third = (f"tests/unit/{Path(__file__).name}:{FIRST_LINE + at}" for at in (1, 2, 3))
+    first, second, third = (
+        f"tests/unit/{Path(__file__).name}:{FIRST_LINE + at}" for at in (1, 2, 3)
+    )
     lines = f"{first} in function", f"{second} in function"
     assert mul_sin.source == (f"fused: mul ({first}), sin ({second})", *lines)
     assert mm.source == cos.source == (f"{third} in function",)
@@ -272,12 +292,16 @@ def test_two_threads_that_run_one_module_leave_it_as_it_was(module, kernels):
     first, second = SEEN_KERNELS.of([module], Watcher()), SEEN_KERNELS.of([module], Watcher())
     with first:
         second.__enter__()
-    assert vars(module)["triton_poi_fused_cos_1"] is not kernels["triton_poi_fused_cos_1"], "the second still runs"
+    assert vars(module)["triton_poi_fused_cos_1"] is not kernels["triton_poi_fused_cos_1"], (
+        "the second still runs"
+    )
     second.__exit__(None, None, None)
     assert {name for name, value in vars(module).items() if before.get(name) is not value} == set()
 
 
-def test_another_choice_of_autotuning_is_another_kernel(step, module, kernels, tmp_path, monkeypatch):
+def test_another_choice_of_autotuning_is_another_kernel(
+    step, module, kernels, tmp_path, monkeypatch
+):
     from torch._inductor import codecache
 
     reference = traced(step)
@@ -298,7 +322,10 @@ def test_another_choice_of_autotuning_is_another_kernel(step, module, kernels, t
     ("text", "why"),
     [
         (_GENERATED.replace("async_compile.triton(", "async_compile.pallas("), "pallas"),
-        ("inductor_entry = CppWrapperCodeCache.load_pybinding([], '')\ncall = None\n", "cpp_wrapper"),
+        (
+            "inductor_entry = CppWrapperCodeCache.load_pybinding([], '')\ncall = None\n",
+            "cpp_wrapper",
+        ),
     ],
 )
 def test_kernels_that_cannot_be_seen_leave_the_region_as_a_whole(text, why, step, module):
@@ -337,7 +364,7 @@ def call(args):
     buf2 = reinterpret_tensor(buf0, (8, 4), (4, 1), 0); del buf0  # reuse
     cpp_fused_add_0(buf1, arg0, arg1, buf2, 4)
     cpp_fused_add_0(buf1, arg0, arg1, reinterpret_tensor(buf2, (4, 4), (4, 1), 0), 4)
-'''
+'''  # noqa: E501  # a text
 
 
 def test_the_signature_of_a_cpp_kernel_says_what_it_writes():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from det_callbacks.trace.state.leaves import MAX_DEPTH, flatten, leaves
+from det_callbacks.trace.leaves import MAX_DEPTH, flatten, leaves
 
 
 class Graph:
@@ -95,7 +95,10 @@ ONE, TWO = torch.ones(1), torch.zeros(2)
         (UserDict({"input_ids": ONE, "mask": [TWO]}), ["['input_ids']", "['mask'][0]"]),
         (Point(ONE, {"a": 1.5}), [".x", ".y['a']"]),
         (Sample(ONE, rest={"k": True}), [".image", "._label", ".rest['k']"]),
-        (Graph(**{"x": ONE, "not a name": TWO, "_store": 1}), [".x", "['_store']", "['not a name']"]),
+        (
+            Graph(**{"x": ONE, "not a name": TWO, "_store": 1}),
+            [".x", "['_store']", "['not a name']"],
+        ),
         (Slotted(ONE, TWO), ["._hidden", ".shown"]),
         (Plain(tensors=[ONE], _private=TWO), [".tensors[0]", "._private"]),
         ([Plain(), ONE], ["[1]"]),
@@ -106,7 +109,8 @@ ONE, TWO = torch.ones(1), torch.zeros(2)
         (UnreadPoint(ONE, TWO), [".x", ".y"]),
         ({Key(): ONE, (1, "a"): TWO, True: 1}, ["[(1, 'a')]", "[Key]", "[True]"]),
         (MappingProxyType({"b": TWO, "a": ONE}), ["['a']", "['b']"]),
-        (with_attributes(UnreadDict(x=3, y=4), k=3), ["['x']", "['y']", ".k"]),  # the same object as an entry
+        # the same object as an entry
+        (with_attributes(UnreadDict(x=3, y=4), k=3), ["['x']", "['y']", ".k"]),
         (ONE, [""]),
     ],
     ids=lambda value: type(value).__name__,
@@ -115,7 +119,9 @@ def test_tensors_and_numbers_are_named_by_their_path(tree, names):
     assert [name for name, _ in flatten(tree, "", is_whole=True)] == names
     # private attributes are left out otherwise, unless a class shows them
     is_hidden = {"._hidden", "._private"}
-    assert [name for name, _ in flatten(tree, "")] == [name for name in names if name not in is_hidden]
+    assert [name for name, _ in flatten(tree, "")] == [
+        name for name in names if name not in is_hidden
+    ]
 
 
 def test_what_contains_itself_is_listed_once_and_what_is_nested_too_deeply_is_a_leaf():
@@ -131,14 +137,17 @@ def test_what_contains_itself_is_listed_once_and_what_is_nested_too_deeply_is_a_
     assert [*leaves(deep, "b")] == [("b" + "[0]" * MAX_DEPTH, [ONE])]
 
 
-@pytest.mark.parametrize("leaf", [None, "text", torch.float32, Tensor, len, {1}, np.ones(2), torch.Generator()])
+@pytest.mark.parametrize(
+    "leaf", [None, "text", torch.float32, Tensor, len, {1}, np.ones(2), torch.Generator()]
+)
 def test_what_cannot_be_looked_into_is_a_leaf(leaf):
     assert [name for name, _ in leaves([leaf], "b")] == ["b[0]"]
     assert not list(flatten([leaf], "b"))
 
 
 @pytest.mark.parametrize(
-    "wrap", [dict, UserDict, lambda pairs: [{"inner": dict(pairs)}], lambda pairs: Graph(**dict(pairs))]
+    "wrap",
+    [dict, UserDict, lambda pairs: [{"inner": dict(pairs)}], lambda pairs: Graph(**dict(pairs))],
 )
 def test_the_order_of_a_mapping_does_not_matter(wrap):
     pairs = [("b", ONE), ("a", [TWO, ONE]), ("c", {"z": 1, "y": 2})]

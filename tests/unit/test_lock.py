@@ -50,7 +50,9 @@ def kill(process: int) -> None:
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_second_recording_is_refused_and_names_the_first_until_that_is_killed(overwrite, tmp_path):
+def test_a_second_recording_is_refused_and_names_the_first_until_that_is_killed(
+    overwrite, tmp_path
+):
     path = record(tmp_path / "run", range(4)) if overwrite else tmp_path / "run"
     before = everything_in(path) if overwrite else None
     other = in_another_process(lambda: append(create(path, overwrite=overwrite), [0, 1], seed=1))
@@ -62,7 +64,9 @@ def test_a_second_recording_is_refused_and_names_the_first_until_that_is_killed(
             lambda: create(path, purpose="verify"),
             lambda: resume(path),
         ):
-            with pytest.raises(RunInUseError, match=rf"is being written by process {other} on .*, since 20") as caught:
+            with pytest.raises(
+                RunInUseError, match=rf"is being written by process {other} on .*, since 20"
+            ) as caught:
                 act()
             assert (caught.value.exit_code, caught.value.path) == (2, str(path))
         assert "Nothing was changed there. Wait until it ends, or " in str(caught.value)
@@ -97,7 +101,9 @@ def test_ranks_share_what_rank_0_holds_and_it_ends_with_rank_0(tmp_path):
 
 
 def test_a_fork_neither_frees_a_folder_nor_keeps_it(tmp_path):
-    """As workers of a loader do, and a killed child of one that was forked, with all that it has inherited."""
+    """As workers of a loader do, and a killed child of one that was forked,
+    with all that it has inherited.
+    """
     path = tmp_path / "run"
     writer = append(create(path), [0])
     for body in (writer.release, lambda: writer._lock.acquire(instead="")):
@@ -129,7 +135,8 @@ def test_a_run_that_was_replaced_or_continued_after_its_close_is_not_gone_on_wit
         before = everything_in(path)
         for act in (writer.start_segment, lambda writer=writer: writer.put_reading(READING)):
             with pytest.raises(
-                RunExistsError, match=r"Another process has replaced or continued .*, which this one was writing"
+                RunExistsError,
+                match=r"Another process has replaced or continued .*, which this one was writing",
             ):
                 act()
         assert everything_in(path) == before
@@ -157,7 +164,9 @@ def test_a_file_that_was_removed_while_it_was_waited_for_is_no_lock(tmp_path, mo
 
 def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
     no_locks = Mock(side_effect=OSError(errno.ENOLCK, "No locks available"))
-    monkeypatch.setattr(lock_module, "fcntl", Mock(wraps=lock_module.fcntl, flock=no_locks, LOCK_EX=2, LOCK_NB=4))
+    monkeypatch.setattr(
+        lock_module, "fcntl", Mock(wraps=lock_module.fcntl, flock=no_locks, LOCK_EX=2, LOCK_NB=4)
+    )
     lock = FolderLock(tmp_path)
     with pytest.warns(CoverageWarning, match="has no locks, so a second writer goes unnoticed"):
         lock.acquire(instead="wait")
@@ -165,15 +174,23 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
 
 
 def test_a_lock_that_fails_is_one_of_our_errors_and_holds_nothing(tmp_path, monkeypatch):
-    for name, error in (("flock", OSError(errno.EIO, "Input/output error")), ("unlink", OSError(errno.EROFS, "?"))):
+    for name, error in (
+        ("flock", OSError(errno.EIO, "Input/output error")),
+        ("unlink", OSError(errno.EROFS, "?")),
+    ):
         lock = FolderLock(tmp_path)
         with monkeypatch.context() as patch:
             if name == "flock":
-                broken = Mock(wraps=lock_module.fcntl, flock=Mock(side_effect=error), LOCK_EX=2, LOCK_NB=4)
+                broken = Mock(
+                    wraps=lock_module.fcntl, flock=Mock(side_effect=error), LOCK_EX=2, LOCK_NB=4
+                )
                 patch.setattr(lock_module, "fcntl", broken)
             else:
                 patch.setattr(Path, "unlink", Mock(side_effect=error))
-            with pytest.raises(WriteError, match=re.escape(error.strerror)), lock.hold(instead="wait"):
+            with (
+                pytest.raises(WriteError, match=re.escape(error.strerror)),
+                lock.hold(instead="wait"),
+            ):
                 assert name == "unlink"
         assert not lock.is_held
         with FolderLock(tmp_path).hold(instead="wait"):
@@ -183,7 +200,9 @@ def test_a_lock_that_fails_is_one_of_our_errors_and_holds_nothing(tmp_path, monk
 @pytest.mark.filterwarnings("ignore:.*has no locks")
 def test_without_locks_the_writer_that_lost_its_files_does_not_end_well(tmp_path, monkeypatch):
     no_locks = Mock(side_effect=OSError(errno.ENOSYS, "Function not implemented"))
-    monkeypatch.setattr(lock_module, "fcntl", Mock(wraps=lock_module.fcntl, flock=no_locks, LOCK_EX=2, LOCK_NB=4))
+    monkeypatch.setattr(
+        lock_module, "fcntl", Mock(wraps=lock_module.fcntl, flock=no_locks, LOCK_EX=2, LOCK_NB=4)
+    )
     path = record(tmp_path / "run", range(4))
     for is_first in (True, False):
         one, other = (create(path, overwrite=True) for _ in range(2))

@@ -40,18 +40,22 @@ def test_an_exception_caught_in_forward_leaves_the_right_module_running(error):
     with mode:
         model(torch.ones(2)).cos()
     assert modules_of(mode, "aten.tanh.default") == ["0.raises.inner"]
-    # Python runs no hook when an exception is not an Exception: until the next hook, its module seems to run
+    # Python runs no hook when an exception is not an Exception: until the next hook,
+    # its module seems to run
     assert modules_of(mode, "aten.sin.default") == ["0" if error is ValueError else "0.raises"]
     assert modules_of(mode, "aten.relu.default") == ["1"]
     assert modules_of(mode, "aten.cos.default") == [""]
 
 
 @pytest.mark.parametrize("level", ["op", "module", "state"])
-def test_no_hook_is_left_when_the_step_raises(level):  # which the fixture in conftest.py asks of every test
+# which the fixture in conftest.py asks of every test
+def test_no_hook_is_left_when_the_step_raises(level):
     model = Raises(KeyboardInterrupt)
     mode = HashMode(model, level=level)
     during: list[int] = []
-    model.inner.register_forward_hook(lambda *_: during.append(len(nn_module._global_forward_hooks)))
+    model.inner.register_forward_hook(
+        lambda *_: during.append(len(nn_module._global_forward_hooks))
+    )
     with pytest.raises(KeyboardInterrupt, match="planted"), mode:
         model(torch.ones(2))
     assert during == [level != "state"]
@@ -77,7 +81,11 @@ def test_modules_added_within_a_step_and_strangers_that_count_as_their_callers()
 
 def test_modules_are_listed_as_torch_lists_them():
     shared, root = nn.Linear(1, 1), nn.Module()
-    root.first, root.none, root.second = nn.Sequential(shared, nn.Sequential(nn.ReLU())), None, shared
+    root.first, root.none, root.second = (
+        nn.Sequential(shared, nn.Sequential(nn.ReLU())),
+        None,
+        shared,
+    )
     root.register_module("absent", None)
     root.last = nn.ModuleDict({"a": root.first, "b": nn.Tanh()})
     assert [*modules_in(root)] == [*root.named_modules()]

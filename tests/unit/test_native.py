@@ -1,4 +1,6 @@
-"""The native recorder writes what the Python recorder writes, and changes nothing of a training either."""
+"""The native recorder writes what the Python recorder writes,
+and changes nothing of a training either.
+"""
 
 import os
 import warnings
@@ -38,8 +40,12 @@ def _chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RECORDER, "native")
 
 
-def trained(make: Callable[[], Made], recorder: str | None, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], Any]:
-    """Return what each step recorded, and the weights and generator state that it left; None records nothing."""
+def trained(
+    make: Callable[[], Made], recorder: str | None, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Any], Any]:
+    """Return what each step recorded, and the weights and generator state that it left;
+    None records nothing.
+    """
     monkeypatch.setenv(RECORDER, recorder or "python")
     torch.manual_seed(0)
     model, optimizers, step = make()
@@ -54,8 +60,22 @@ def trained(make: Callable[[], Made], recorder: str | None, monkeypatch: pytest.
             trace = mode.finish()
             program = trace.program
             sites = [(site, site.inputs) for site in program.sites]
-            counts = program.ops_seen, program.ops_digested, dict(program.ops_skipped), program.opaque_regions
-            rows.append((program.id, trace.layout_id, trace.digests.tolist(), dict(trace.values), sites, counts))
+            counts = (
+                program.ops_seen,
+                program.ops_digested,
+                dict(program.ops_skipped),
+                program.opaque_regions,
+            )
+            rows.append(
+                (
+                    program.id,
+                    trace.layout_id,
+                    trace.digests.tolist(),
+                    dict(trace.values),
+                    sites,
+                    counts,
+                )
+            )
     left = [value.tolist() for value in model.state_dict().values()], torch.get_rng_state().tolist()
     if recorder == "native":
         native = mode.recorder.native
@@ -68,7 +88,12 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.LayerNorm(8), nn.Linear(8, 3))
 
 
-def of_loss(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[Tensor], Tensor], *shape: int) -> Made:
+def of_loss(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Callable[[Tensor], Tensor],
+    *shape: int,
+) -> Made:
     def step(number: int) -> None:
         optimizer.zero_grad()
         loss(torch.randn(*shape)).backward()
@@ -80,16 +105,22 @@ def of_loss(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[
 def of_optimizer(kind: Any, **options: Any) -> Callable[[], Made]:
     def make() -> Made:
         model = net()
-        return of_loss(model, kind(model.parameters(), **options), lambda x: model(x).square().mean(), 5, 6)
+        return of_loss(
+            model, kind(model.parameters(), **options), lambda x: model(x).square().mean(), 5, 6
+        )
 
     return make
 
 
-def of_model(model: Callable[[], nn.Module], *shape: int, first: bool = False) -> Callable[[], Made]:
+def of_model(
+    model: Callable[[], nn.Module], *shape: int, first: bool = False
+) -> Callable[[], Made]:
     def make() -> Made:
         made = model()
         optimizer = torch.optim.SGD(made.parameters(), lr=0.1, momentum=0.9)
-        return of_loss(made, optimizer, lambda x: (made(x)[0] if first else made(x)).square().mean(), *shape)
+        return of_loss(
+            made, optimizer, lambda x: (made(x)[0] if first else made(x)).square().mean(), *shape
+        )
 
     return make
 
@@ -149,7 +180,9 @@ def twice(model: nn.Module, number: int) -> None:
 
 def checkpointed(model: nn.Module, number: int) -> None:
     for reentrant in (False, True):
-        checkpoint(model, torch.randn(5, 6, requires_grad=True), use_reentrant=reentrant).sum().backward()
+        checkpoint(
+            model, torch.randn(5, 6, requires_grad=True), use_reentrant=reentrant
+        ).sum().backward()
 
 
 def views(model: nn.Module, number: int) -> None:
@@ -197,7 +230,11 @@ def raising(model: nn.Module, number: int) -> None:
 
 
 def random_ops(model: nn.Module, number: int) -> None:
-    x = F.dropout(torch.randn(5, 6), 0.5) + torch.rand(5, 6).uniform_() + torch.bernoulli(torch.full((5, 6), 0.5))
+    x = (
+        F.dropout(torch.randn(5, 6), 0.5)
+        + torch.rand(5, 6).uniform_()
+        + torch.bernoulli(torch.full((5, 6), 0.5))
+    )
     model(x + torch.randperm(6)).sum().backward()
 
 
@@ -257,10 +294,22 @@ def special(model: nn.Module, number: int) -> None:
     sparse = torch.eye(5).to_sparse() @ x
     nested = torch.nested.nested_tensor([x[0], x[1, :3]]) * 2
     v, i = x.sort(dim=1)
-    picked = torch.where(x > 0, x, torch.zeros(()))[i[:, 0]] + x.double().half().float() + x.to(torch.int64)
-    picked = picked.index_add(0, torch.tensor([0, 1]), x[:2]).scatter(1, i, v).masked_fill(x > 1, 0.5)
+    picked = (
+        torch.where(x > 0, x, torch.zeros(()))[i[:, 0]]
+        + x.double().half().float()
+        + x.to(torch.int64)
+    )
+    picked = (
+        picked.index_add(0, torch.tensor([0, 1]), x[:2]).scatter(1, i, v).masked_fill(x > 1, 0.5)
+    )
     x[x > 1.5] = 0.0
-    unused = x.unique(), x.nonzero(), torch.topk(x, 2), torch.var_mean(x), nested.to_padded_tensor(0.0)
+    unused = (
+        x.unique(),
+        x.nonzero(),
+        torch.topk(x, 2),
+        torch.var_mean(x),
+        nested.to_padded_tensor(0.0),
+    )
     del unused
     model(picked + sparse + w.sum() + v).sum().backward()
 
@@ -288,7 +337,12 @@ def bags() -> Made:
 
 def plain_models() -> Iterator[Any]:
     conv = lambda: nn.Sequential(  # noqa: E731
-        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 2)
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(36, 2),
     )
     layer = lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)  # noqa: E731
     yield pytest.param(of_model(conv, 2, 3, 8, 8), id="convolutional")
@@ -296,14 +350,36 @@ def plain_models() -> Iterator[Any]:
     yield pytest.param(of_model(lambda: nn.GRU(6, 4, num_layers=2), 3, 2, 6, first=True), id="gru")
     yield pytest.param(of_model(layer, 2, 4, 8), id="encoder")
     optim = torch.optim
-    for kind in (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop, optim.NAdam, optim.RAdam):
+    for kind in (
+        optim.SGD,
+        optim.Adam,
+        optim.AdamW,
+        optim.Adagrad,
+        optim.RMSprop,
+        optim.NAdam,
+        optim.RAdam,
+    ):
         for options in ({"foreach": False}, {"foreach": True}):
-            yield pytest.param(of_optimizer(kind, lr=0.01, **options), id=f"{kind.__name__}-{options['foreach']}")
+            yield pytest.param(
+                of_optimizer(kind, lr=0.01, **options), id=f"{kind.__name__}-{options['foreach']}"
+            )
     yield pytest.param(of_optimizer(optim.AdamW, lr=0.01, fused=True), id="fused")
     yield pytest.param(closure, id="lbfgs")
     yield pytest.param(bags, id="bags")
     for body in (
-        *(accumulate, autocast, twice, checkpointed, views, numbers, branches, raising, random_ops, hooks, function),
+        *(
+            accumulate,
+            autocast,
+            twice,
+            checkpointed,
+            views,
+            numbers,
+            branches,
+            raising,
+            random_ops,
+            hooks,
+            function,
+        ),
         *(transforms, modes, special, foreach),
     ):
         yield pytest.param(of_step(body), id=body.__name__)
@@ -311,10 +387,16 @@ def plain_models() -> Iterator[Any]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("make", list(plain_models()))
-def test_records_what_python_records(make: Callable[[], Made], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_what_python_records(
+    make: Callable[[], Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
     # from one line, which the sources of ops name
     all_three = [trained(make, recorder, monkeypatch) for recorder in (None, "python", "native")]
-    (plain, (left_plain, *_)), (expected, (left, *_)), (rows, (left_native, num_native, num_python)) = all_three
+    (
+        (plain, (left_plain, *_)),
+        (expected, (left, *_)),
+        (rows, (left_native, num_native, num_python)),
+    ) = all_three
     assert plain == []
     for found, wanted in zip(rows, expected, strict=True):
         assert found == wanted
@@ -337,8 +419,12 @@ def test_a_training_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows == expected
 
 
-def after_interruptions(recorder: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return the rows of steps after each of which another one ends in the middle of its backward pass."""
+def after_interruptions(
+    recorder: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> list[Any]:
+    """Return the rows of steps after each of which another one ends in the
+    middle of its backward pass.
+    """
     monkeypatch.setenv(RECORDER, recorder)
     torch.manual_seed(0)
     model, optimizers, step = of_optimizer(torch.optim.AdamW, foreach=False)()
@@ -353,7 +439,9 @@ def after_interruptions(recorder: str, error: type[BaseException], monkeypatch: 
         mode.begin()
         step(number)
         trace = mode.finish()
-        rows.append((trace.program.id, trace.layout_id, trace.digests.tolist(), list(trace.program.sites)))
+        rows.append(
+            (trace.program.id, trace.layout_id, trace.digests.tolist(), list(trace.program.sites))
+        )
         mode.begin()
         value = model[0](torch.randn(5, 6))
         value.register_hook(stop)
@@ -369,8 +457,12 @@ def after_interruptions(recorder: str, error: type[BaseException], monkeypatch: 
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_steps_after_an_exception(error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, rows = [after_interruptions(recorder, error, monkeypatch) for recorder in ("python", "native")]
+def test_steps_after_an_exception(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, rows = [
+        after_interruptions(recorder, error, monkeypatch) for recorder in ("python", "native")
+    ]
     assert rows == expected
 
 
@@ -385,7 +477,9 @@ def test_a_fork_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
         statuses.append(os.waitpid(child, 0)[1])
         model(x).sum().backward()
 
-    expected, rows = [trained(of_step(forking), recorder, monkeypatch)[0] for recorder in ("python", "native")]
+    expected, rows = [
+        trained(of_step(forking), recorder, monkeypatch)[0] for recorder in ("python", "native")
+    ]
     assert rows == expected
     assert statuses == [0] * 2 * STEPS
 
@@ -409,7 +503,9 @@ def test_no_tensor_outlives_its_step() -> None:
     assert sizes[-1] - sizes[4] < 40e6  # a tensor that stays in each step would add 160 MB
 
 
-def recorded(path: Any, recorder: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> TrainingRun:
+def recorded(
+    path: Any, recorder: str, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> TrainingRun:
     monkeypatch.setenv(RECORDER, recorder)
     torch.manual_seed(0)
     model = net()
@@ -429,7 +525,9 @@ def test_each_verifies_what_the_other_recorded(first, tmp_path, monkeypatch, cap
     recorded(tmp_path / "run", first, monkeypatch, mode="record")
     assert ("(native, " in capsys.readouterr().out) == (first == "native")
     assert ("recorder" in Run.open(tmp_path / "run").manifest.environment) == (first == "native")
-    verdict = recorded(tmp_path / "run", other, monkeypatch, mode="verify", current=tmp_path / "now").verdict
+    verdict = recorded(
+        tmp_path / "run", other, monkeypatch, mode="verify", current=tmp_path / "now"
+    ).verdict
     assert (verdict.verdict, verdict.counts.steps_compared) == ("match", STEPS)
     assert not verdict.environment
 

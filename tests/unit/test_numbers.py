@@ -1,4 +1,6 @@
-"""By how much two tensors differ: against a count of one element at a time in Python's own numbers."""
+"""By how much two tensors differ: against a count of one element at a time
+in Python's own numbers.
+"""
 
 import math
 import sys
@@ -18,8 +20,24 @@ from torch.testing._comparison import default_tolerances
 from det_callbacks.digest import numbers
 from det_callbacks.digest.components import measure_tensors
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)
-INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
+FLOATS = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
+INTEGERS = (
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+)
 ALL = (*FLOATS, *INTEGERS)
 
 
@@ -41,7 +59,9 @@ def measured(one: Tensor, other: Tensor, **options: Any) -> numbers.Measure:
 def pairs(draw: st.DrawFn) -> tuple[torch.dtype, list[int], list[int]]:
     dtype = draw(st.sampled_from(ALL))
     top = 1 << (8 * dtype.itemsize - 1)
-    words = st.one_of(st.integers(0, 2 * top - 1), st.sampled_from([0, 1, top - 1, top, top + 1, 2 * top - 1]))
+    words = st.one_of(
+        st.integers(0, 2 * top - 1), st.sampled_from([0, 1, top - 1, top, top + 1, 2 * top - 1])
+    )
     first = draw(st.lists(words, max_size=12))
     second = [draw(st.one_of(st.just(word), words, st.just(word ^ 1))) for word in first]
     return dtype, first, second
@@ -60,7 +80,11 @@ def test_it_measures_what_a_loop_over_the_elements_finds(case, chunk):
     one, other = of_bits(first, dtype), of_bits(second, dtype)
     with mock.patch.object(numbers, "CHUNK_ELEMENTS", chunk):
         found = measured(one, other)
-    differing = [index for index, (left, right) in enumerate(zip(first, second, strict=True)) if left != right]
+    differing = [
+        index
+        for index, (left, right) in enumerate(zip(first, second, strict=True))
+        if left != right
+    ]
     assert (found.num_elements, found.num_differing) == (len(first), len(differing))
     assert (found.first or [None])[0] == min(differing, default=None)
     values = [*zip(one.double().tolist(), other.double().tolist(), strict=True)]
@@ -71,28 +95,45 @@ def test_it_measures_what_a_loop_over_the_elements_finds(case, chunk):
     if dtype in INTEGERS:
         apart = {at: abs(one[at].item() - other[at].item()) for at in finite}
     whole = [left for left, _ in values if math.isfinite(left)]
-    size = math.sqrt(min(sum(value * value for value in whole), sys.float_info.max) / max(len(first), 1))
+    size = math.sqrt(
+        min(sum(value * value for value in whole), sys.float_info.max) / max(len(first), 1)
+    )
     scales = {at: max(abs(values[at][0]), size) or abs(values[at][1]) for at in finite}
     ulps: dict[int, float] = {
         at: apart[at] if dtype in INTEGERS else apart[at] / unit(scales[at], dtype) for at in finite
     }
     known = [at for at in finite if math.isfinite(apart[at]) and math.isfinite(ulps[at])]
     relative = {at: apart[at] / scales[at] if apart[at] else 0 for at in finite}
-    for largest, sizes in ((found.max_ulps, ulps), (found.max_absolute, apart), (found.max_relative, relative)):
+    for largest, sizes in (
+        (found.max_ulps, ulps),
+        (found.max_absolute, apart),
+        (found.max_relative, relative),
+    ):
         most = max(sizes.values(), default=math.inf)
-        exactly = math.ceil(most) if sizes is ulps and most < math.inf else pytest.approx(most, rel=1e-9)
+        exactly = (
+            math.ceil(most) if sizes is ulps and most < math.inf else pytest.approx(most, rel=1e-9)
+        )
         assert largest == (None if most == math.inf else exactly)
-    bins = Counter(min(math.ceil(ulps[at]).bit_length(), 64) if ulps[at] < math.inf else 64 for at in finite)
+    bins = Counter(
+        min(math.ceil(ulps[at]).bit_length(), 64) if ulps[at] < math.inf else 64 for at in finite
+    )
     bins[0] += len(first) - len(differing)
     assert Counter(dict(enumerate(found.histogram))) == bins
     both_nan = [at for at in nan if all(map(math.isnan, values[at]))]
     assert found.num_unknown == len(differing) - len(known) - len(both_nan)
     if found.num_unknown:
-        assert (found.ulp, found.relative, found.absolute, found.excess) == (None, None, None, math.inf)
+        assert (found.ulp, found.relative, found.absolute, found.excess) == (
+            None,
+            None,
+            None,
+            math.inf,
+        )
     else:
         assert (found.ulp, found.absolute) == (found.max_ulps or 0, found.max_absolute or 0)
         rtol, atol = default_tolerances(dtype)
-        is_within = all(not apart[at] or apart[at] <= atol + rtol * abs(values[at][0]) for at in known)
+        is_within = all(
+            not apart[at] or apart[at] <= atol + rtol * abs(values[at][0]) for at in known
+        )
         assert (found.excess <= 1 + 1e-12) >= is_within >= (found.excess <= 1 - 1e-12)
     if found.worst is None:
         return
@@ -106,7 +147,9 @@ def test_it_measures_what_a_loop_over_the_elements_finds(case, chunk):
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in ALL if dtype.itemsize <= 2], ids=str)
 def test_every_number_of_the_narrow_dtypes_is_read_as_torch_reads_it(dtype):
-    bits = torch.arange(1 << 8 * dtype.itemsize).to({1: torch.uint8, 2: torch.uint16}[dtype.itemsize])
+    bits = torch.arange(1 << 8 * dtype.itemsize).to(
+        {1: torch.uint8, 2: torch.uint16}[dtype.itemsize]
+    )
     found = numbers._values(bits.numpy(), str(dtype).removeprefix("torch."))
     with np.errstate(invalid="ignore"):  # signalling NaNs
         found = found.astype(np.float64)
@@ -118,7 +161,11 @@ def test_places_are_row_major_whatever_the_strides():
     other = one.clone()
     other[2, 1] = 90
     other[1, 3] = torch.nextafter(other[1, 3], torch.tensor(math.inf))
-    for left, right in ((one, other), (one.t().contiguous().t(), other), (one, other.t().contiguous().t())):
+    for left, right in (
+        (one, other),
+        (one.t().contiguous().t(), other),
+        (one, other.t().contiguous().t()),
+    ):
         found = measure_tensors(left, right)
         assert (found.first, found.worst[1:]) == ((7, ("7.0", "7.0000005")), (9, ("9.0", "90.0")))
         assert (found.max_absolute, found.max_relative, found.histogram[:2]) == (81.0, 9.0, (10, 1))
@@ -142,7 +189,9 @@ BYTES = torch.tensor([1, 2], dtype=torch.uint8)
 def test_views_and_gradients_and_packed_elements(one, other, expected):
     found = measure_tensors(one, other)
     assert (found.num_differing, found.max_ulps) == expected
-    assert found.excess > 1 or not found.num_differing, "different bits without a distance are not within a tolerance"
+    assert found.excess > 1 or not found.num_differing, (
+        "different bits without a distance are not within a tolerance"
+    )
 
 
 def test_what_float64_does_not_hold_is_neither_equal_nor_given(monkeypatch):
@@ -191,8 +240,12 @@ def test_two_dtypes_are_compared_by_their_numbers_in_those_of_the_coarser():
         measured(one, one[1:])
 
 
-@pytest.mark.parametrize("dtype", [*ALL, torch.bool, torch.complex64, torch.complex32, torch.complex128], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [*ALL, torch.bool, torch.complex64, torch.complex32, torch.complex128], ids=str
+)
 def test_the_tolerances_are_those_of_torch_testing(dtype):
-    assert tuple(numbers.default_tolerance(str(dtype).removeprefix("torch."))) == default_tolerances(dtype)
+    assert tuple(
+        numbers.default_tolerance(str(dtype).removeprefix("torch."))
+    ) == default_tolerances(dtype)
     if dtype.is_floating_point:
         assert numbers.epsilon(str(dtype).removeprefix("torch.")) == torch.finfo(dtype).eps

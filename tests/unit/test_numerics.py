@@ -1,4 +1,6 @@
-"""compare_modules: what differs is found, by how much, and in the right place first; nothing else is changed."""
+"""compare_modules: what differs is found, by how much, and in the right place first;
+nothing else is changed.
+"""
 
 import copy
 import gc
@@ -35,9 +37,13 @@ def test_a_copy_is_equal_in_inference_mode_too_and_the_module_is_left_as_it_was(
         part.train(False)
     before = state_of(model)
     with torch.inference_mode(name == "odd"):
-        report = compare_modules(model, copy.deepcopy(model), inputs, iterations=3, optimizer=torch.optim.AdamW)
+        report = compare_modules(
+            model, copy.deepcopy(model), inputs, iterations=3, optimizer=torch.optim.AdamW
+        )
         assert torch.is_inference_mode_enabled() == (name == "odd")
-    assert (report.equal, report.close, report.first, report.worst) == (True, True, None, None), str(report)
+    assert (report.equal, report.close, report.first, report.worst) == (True, True, None, None), (
+        str(report)
+    )
     report.assert_close()
     for phase in ("module", "output", "loss", "gradient", "parameter"):
         assert names(report, phase, 2), phase
@@ -52,7 +58,8 @@ def test_a_wrong_backward_is_found_where_it_begins():
     control.insert(2, Apply(lambda weight, value: value / 2 + value.detach() / 2))
     base.insert(2, Apply(lambda weight, value: value.clone()))
     report = compare_modules(base, control, torch.randn(5, 4), iterations=1)
-    assert (report.first.phase, report.first.name) == ("gradient", "1.bias")  # not of layer 3, which is right
+    # not of layer 3, which is right
+    assert (report.first.phase, report.first.name) == ("gradient", "1.bias")
     assert only(report, "gradient", "3.weight").equal
     assert only(report, "gradient", "1.weight").measure.relative == pytest.approx(0.5)
 
@@ -67,15 +74,26 @@ def test_nan_and_infinity_on_one_side_are_beyond_and_on_both_no_difference(bad):
     assert (report.first, found.excess, found.measure.ulp) == (found, math.inf, None)
     assert "a NaN or an infinity on one side, inf x the tolerance" in words(report)
     assert compared(broken, broken, torch.ones(4)).equal
-    assert only(compared(broken, lambda w, x: broken(w, x * (1 + 2**-22)), torch.ones(4)), "output", "output").close
+    assert only(
+        compared(broken, lambda w, x: broken(w, x * (1 + 2**-22)), torch.ones(4)),
+        "output",
+        "output",
+    ).close
 
 
 def test_a_gradient_that_one_side_lacks_or_that_of_an_input():
     with_gradient, without = (lambda w, x: w * x), (lambda w, x: w.detach() * x + x.sum() * 0)
     found = only(report := compared(with_gradient, without, torch.ones(4)), "gradient", "weight")
-    assert (found.kind, found.control, found.excess, report.first) == ("missing", None, math.inf, found)
+    assert (found.kind, found.control, found.excess, report.first) == (
+        "missing",
+        None,
+        math.inf,
+        found,
+    )
     assert only(report, "parameter", "weight").kind == "content"
-    assert only(compared(without, with_gradient, torch.ones(4)), "gradient", "weight").kind == "extra"
+    assert (
+        only(compared(without, with_gradient, torch.ones(4)), "gradient", "weight").kind == "extra"
+    )
     assert not names(compared(without, without, torch.ones(4)), "gradient")
 
     x = torch.ones(4, requires_grad=True)
@@ -87,16 +105,31 @@ def test_a_gradient_that_one_side_lacks_or_that_of_an_input():
 
 def test_other_shapes_dtypes_and_outputs():
     def base(weight: Tensor, x: Tensor) -> dict[str, Any]:
-        return {"a": weight * x, "b": weight.sum(), "c": 3, "only": x, "text": "one", "d": [x.long(), 7, True, x[:0]]}
+        return {
+            "a": weight * x,
+            "b": weight.sum(),
+            "c": 3,
+            "only": x,
+            "text": "one",
+            "d": [x.long(), 7, True, x[:0]],
+        }
 
     def control(weight: Tensor, x: Tensor) -> dict[str, Any]:
-        other = base(weight, x) | {"a": (weight * x)[:3], "b": weight.sum().double(), "c": 3.0, "new": x, "text": "two"}
+        other = base(weight, x) | {
+            "a": (weight * x)[:3],
+            "b": weight.sum().double(),
+            "c": 3.0,
+            "new": x,
+            "text": "two",
+        }
         del other["only"]
         other["d"][1] = 8
         return other
 
     report = compared(base, control, torch.ones(4), iterations=1)
-    kinds = {found.name[7:-1]: found.kind for found in report.comparisons if found.phase == "output"}
+    kinds = {
+        found.name[7:-1]: found.kind for found in report.comparisons if found.phase == "output"
+    }
     others = {"'only'": "missing", "'new'": "extra", "'d'][1": "content"}
     equal = {f"'d'][{index}": "equal" for index in (0, 2, 3)}
     assert kinds == {"'a'": "structure", "'b'": "structure", "'c'": "structure", **others, **equal}
@@ -112,11 +145,20 @@ def test_other_bits_of_a_dtype_without_numbers_are_beyond_every_tolerance():
         return module
 
     same, report = (
-        compare_modules(scaled(1), scaled(factor), torch.ones(4), iterations=1, rtol=1.0, atol=1e9) for factor in (1, 2)
+        compare_modules(scaled(1), scaled(factor), torch.ones(4), iterations=1, rtol=1.0, atol=1e9)
+        for factor in (1, 2)
     )
     found = report.first
-    assert (same.equal, found.phase, found.name, found.excess) == (True, "initial", "scale", math.inf)
-    assert "initial state scale in iteration 0: float8_e8m0fnu, whose numbers are not known, inf x" in words(report)
+    assert (same.equal, found.phase, found.name, found.excess) == (
+        True,
+        "initial",
+        "scale",
+        math.inf,
+    )
+    assert (
+        "initial state scale in iteration 0: float8_e8m0fnu, whose numbers are not known, inf x"
+        in words(report)
+    )
     assert "buffer after the step 1 1 1 unknown - - inf iteration 0" in words(report)
 
 
@@ -133,14 +175,18 @@ def test_inputs_of_every_form_are_copied_for_each_side_and_each_iteration():
         assert torch.equal(x, torch.ones(4))
         assert seen[0] == seen[1] != seen[2] == seen[3], "each side goes on from its parameters"
     assert [value for value, _ in seen] == [2, 2, 4, 4]
-    assert compared(doubled, doubled, lambda _: (torch.randn(4), mask)).equal, "what is drawn is drawn once"
+    assert compared(doubled, doubled, lambda _: (torch.randn(4), mask)).equal, (
+        "what is drawn is drawn once"
+    )
 
 
 def test_both_sides_draw_the_same_numbers_and_have_their_own_state():
     counted: list[int] = []
 
     class Counting(nn.Module):
-        """Draws from every generator, and keeps state in a list, a buffer, and a generator of its own."""
+        """Draws from every generator, and keeps state in a list, a buffer,
+        and a generator of its own.
+        """
 
         def __init__(self) -> None:
             super().__init__()
@@ -153,7 +199,9 @@ def test_both_sides_draw_the_same_numbers_and_have_their_own_state():
             self.seen.append(1.0)
             counted.append(len(self.seen))
             self.mean = self.mean * 0.9 + self.weight.detach() * len(self.seen)
-            noise = torch.rand(4) * random.random() * np.random.rand() + torch.randn(4, generator=self.generator)
+            noise = torch.rand(4) * random.random() * np.random.rand() + torch.randn(
+                4, generator=self.generator
+            )
             return self.weight * x + noise + sum(self.seen)
 
     module = Counting()
@@ -169,9 +217,16 @@ def test_what_a_side_raises_names_the_side_and_leaves_nothing_behind():
     before, factors = state_of(model), iter([1, 1, 1])
     said = r"The control \(Sequential\) raised StopIteration in iteration 1"
     with pytest.raises(ModuleRunError, match=said) as caught:
-        compare_modules(model, model, inputs, iterations=2, loss=lambda output: output.mean() * next(factors))
+        compare_modules(
+            model, model, inputs, iterations=2, loss=lambda output: output.mean() * next(factors)
+        )
     lost = pickle.loads(pickle.dumps(caught.value))
-    assert (str(lost), lost.side, lost.iteration, lost.exit_code) == (str(caught.value), "control", 1, 2)
+    assert (str(lost), lost.side, lost.iteration, lost.exit_code) == (
+        str(caught.value),
+        "control",
+        1,
+        2,
+    )
     assert isinstance(caught.value.__cause__, StopIteration)
     assert state_of(model) == before
 
@@ -191,7 +246,11 @@ def test_wrong_arguments_are_refused():
         (ValueError, "compiled in place", {"control": compiled}),
         (ModuleRunError, "uninitialized parameter", {"control": nn.LazyLinear(3)}),
         (ModuleRunError, "an ordinary strided tensor", {"control": nn.Linear(4, 4, device="meta")}),
-        (ModuleRunError, "an ordinary strided tensor", {"control": Apply(lambda weight, x: (weight * x).to_sparse())}),
+        (
+            ModuleRunError,
+            "an ordinary strided tensor",
+            {"control": Apply(lambda weight, x: (weight * x).to_sparse())},
+        ),
         (DetCallbacksError, "list of strings", {"modules": "net.*"}),
     ):
         arguments = {"base": layer, "control": layer, "inputs": x, **options}
@@ -208,7 +267,9 @@ def test_memory_does_not_grow_with_the_iterations():
     alive: list[int] = []
 
     def note(weight: Tensor, x: Tensor) -> Tensor:
-        alive.append(sum(type(one) is SavedTensor and one.shape == (1234,) for one in gc.get_objects()))
+        alive.append(
+            sum(type(one) is SavedTensor and one.shape == (1234,) for one in gc.get_objects())
+        )
         return weight[0] * x
 
     compared(note, note, torch.ones(1234), iterations=3)
@@ -218,10 +279,15 @@ def test_memory_does_not_grow_with_the_iterations():
 def test_names_may_differ_by_wrappers():
     inner = mlp()
     middle = nn.Sequential(copy.deepcopy(inner[:2]), inner[2:])
-    partly = nn.Sequential(torch.compile(copy.deepcopy(inner[:2]), backend="eager"), copy.deepcopy(inner[2:]))
+    partly = nn.Sequential(
+        torch.compile(copy.deepcopy(inner[:2]), backend="eager"), copy.deepcopy(inner[2:])
+    )
     report = compare_modules(middle, partly, torch.randn(3, 16), iterations=1)
     assert (report.equal, names(report, "module")) == (True, []), str(report)
-    for said in ("compiled Sequential", "Outputs of submodules were not compared, since a side is compiled."):
+    for said in (
+        "compiled Sequential",
+        "Outputs of submodules were not compared, since a side is compiled.",
+    ):
         assert said in str(report)
 
 
@@ -229,7 +295,10 @@ def test_the_order_decides_what_is_first_and_the_excess_what_is_worst():
     report = compared(lambda w, x: w * x, lambda w, x: w * x * 2, torch.ones(4), iterations=1)
     some = only(report, "output", "output")
     small, large, bits = (replace(some, excess=excess) for excess in (2.0, 9.0, 0.5))
-    module, equal = replace(some, excess=99.0, phase="module"), replace(some, kind="equal", excess=0.0)
+    module, equal = (
+        replace(some, excess=99.0, phase="module"),
+        replace(some, kind="equal", excess=0.0),
+    )
     for found, *said in (
         ((bits, small, large), small, large, False, False),
         ((bits, module), bits, bits, True, False),  # a submodule alone decides nothing
@@ -238,7 +307,9 @@ def test_the_order_decides_what_is_first_and_the_excess_what_is_worst():
     ):
         one = replace(report, comparisons=found)
         assert [one.first, one.worst, one.close, one.equal] == said
-    infinite = replace(some, excess=math.inf, measure=replace(some.measure, excess=math.inf)).to_dict()
+    infinite = replace(
+        some, excess=math.inf, measure=replace(some.measure, excess=math.inf)
+    ).to_dict()
     assert (infinite["excess"], "excess" in infinite["measure"]) == ("inf", False)
 
 
@@ -249,19 +320,34 @@ def test_a_wrong_transformation_is_named_first_in_the_table_the_json_and_the_err
     tokens = torch.randint(50, (4, 12))
     assert compare_modules(base, control, tokens, iterations=1, modules=()).first.phase == "output"
     wrong = compare_modules(base, control, tokens, iterations=2)
-    assert (wrong.first.iteration, wrong.first.phase, wrong.first.name) == (0, "module", "blocks.1.norm2")
+    assert (wrong.first.iteration, wrong.first.phase, wrong.first.name) == (
+        0,
+        "module",
+        "blocks.1.norm2",
+    )
     assert wrong.first.excess > 10
-    assert str(wrong).startswith("BEYOND TOLERANCE\nTransformer against Transformer, 2 iterations: ")
-    assert "first beyond its tolerance: submodule output blocks.1.norm2 in iteration 0" in str(wrong)
-    assert f"The largest outside submodule outputs: {wrong.worst.phase} {wrong.worst.name}" in str(wrong)
+    assert str(wrong).startswith(
+        "BEYOND TOLERANCE\nTransformer against Transformer, 2 iterations: "
+    )
+    assert "first beyond its tolerance: submodule output blocks.1.norm2 in iteration 0" in str(
+        wrong
+    )
+    assert f"The largest outside submodule outputs: {wrong.worst.phase} {wrong.worst.name}" in str(
+        wrong
+    )
     (columns,) = [line for line in str(wrong).splitlines() if line.startswith("compared ")]
     assert all(column in columns for column in ("ULP", "relative", "absolute", "x tolerance"))
     assert "parameter after the step" in str(wrong)
     path = wrong.to_json(tmp_path / "report.json")
-    content = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    content = json.loads(
+        path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON")
+    )
     assert content == json.loads(json.dumps(wrong.to_dict()))
     assert (content["schema"], content["equal"], content["close"]) == (1, False, False)
-    assert (content["first"]["name"], len(content["differing"])) == ("blocks.1.norm2", len(wrong.differing))
+    assert (content["first"]["name"], len(content["differing"])) == (
+        "blocks.1.norm2",
+        len(wrong.differing),
+    )
     for name, found in (("compared", wrong.comparisons), ("beyond", wrong.beyond)):
         assert sum(counts[name] for counts in content["counts"].values()) == len(found)
     with pytest.raises(AssertionError) as caught:
@@ -294,9 +380,9 @@ def test_calls_of_a_submodule_are_joined_along_the_tokens(join):
     together, apart = Tokens(layer, size=6), Tokens(layer, size=2)
     joined = compare_modules(together, apart, x, join=join, **options)
     assert joined.equal
-    assert {(one.name, one.base, one.kind) for one in joined.comparisons if one.phase == "module"} == {
-        (name, "float32 [2, 6, 4]", "equal") for name in ("layer", "layer.0", "layer.1")
-    }
+    assert {
+        (one.name, one.base, one.kind) for one in joined.comparisons if one.phase == "module"
+    } == {(name, "float32 [2, 6, 4]", "equal") for name in ("layer", "layer.0", "layer.1")}
     apart_from = compare_modules(together, apart, x, **options)  # call by call
     assert {one.kind for one in apart_from.comparisons if one.phase == "module"} == {"structure"}
     wrong = compare_modules(together, Tokens(layer, size=2, wrong=4), x, join=join, **options)

@@ -20,7 +20,10 @@ def test_aot_eager_is_equal_and_was_compiled():
     before = state_of(model)
     report = compare_compiled(model, inputs, backend="aot_eager", iterations=2)
     assert report.equal, str(report)
-    assert (report.control, *report.notes[:1]) == ("compiled Transformer", "1 graph compiled by aot_eager")
+    assert (report.control, *report.notes[:1]) == (
+        "compiled Transformer",
+        "1 graph compiled by aot_eager",
+    )
     assert "_orig_mod" not in str([found.name for found in report.comparisons])
     assert state_of(model) == before
 
@@ -30,7 +33,9 @@ def test_inductor_is_within_tolerance():
     model, inputs = MODELS["transformer"]()
     report = compare_compiled(model, inputs, iterations=3)
     assert report.close, str(report)
-    assert not report.equal, "fused kernels round otherwise; without a difference nothing of this was looked at"
+    assert not report.equal, (
+        "fused kernels round otherwise; without a difference nothing of this was looked at"
+    )
     assert "compiled by inductor" in report.notes[0]
     assert {"output", "gradient"} <= {found.phase for found in report.differing}
 
@@ -48,8 +53,14 @@ def drop_an_addition(graph: fx.GraphModule, example_inputs: Any) -> Any:
 def test_a_backend_that_drops_a_residual_is_found():
     torch.manual_seed(0)
     model = Transformer(layers=1)
-    report = compare_compiled(model, torch.randint(50, (2, 8)), backend=drop_an_addition, iterations=2)
-    assert (report.first.iteration, report.first.phase, report.first.name) == (0, "output", "output")
+    report = compare_compiled(
+        model, torch.randint(50, (2, 8)), backend=drop_an_addition, iterations=2
+    )
+    assert (report.first.iteration, report.first.phase, report.first.name) == (
+        0,
+        "output",
+        "output",
+    )
     assert report.first.excess > 100
     assert report.notes[0].startswith("1 graph compiled by drop_an_addition")
 
@@ -58,8 +69,13 @@ def test_giving_up_after_recompilations_is_an_error():
     """Dynamo would go on in eager mode, which agrees with itself."""
 
     branching = Apply(lambda weight, x, power: weight * x * str(power).count("1"))
-    with dynamo_config.patch(recompile_limit=2), pytest.raises(ModuleRunError, match="in iteration 2"):
-        compare_compiled(branching, lambda i: (torch.ones(2, 4), str(i)), backend="eager", iterations=4)
+    with (
+        dynamo_config.patch(recompile_limit=2),
+        pytest.raises(ModuleRunError, match="in iteration 2"),
+    ):
+        compare_compiled(
+            branching, lambda i: (torch.ones(2, 4), str(i)), backend="eager", iterations=4
+        )
 
 
 def failing(graph: Any, example_inputs: Any) -> Any:
@@ -69,7 +85,12 @@ def failing(graph: Any, example_inputs: Any) -> Any:
 @pytest.mark.parametrize(
     ("module", "options", "error", "words"),
     [
-        (Apply(torch.compiler.disable(lambda weight, x: weight * x[:, :4])), {}, NothingComparedError, "No compiled"),
+        (
+            Apply(torch.compiler.disable(lambda weight, x: weight * x[:, :4])),
+            {},
+            NothingComparedError,
+            "No compiled",
+        ),
         (mlp(), {"backend": failing}, ModuleRunError, r"control[\s\S]*no kernels today"),
         (mlp(), {"mode": "max-autotune"}, ValueError, "takes none"),
         (torch.relu, {}, TypeError, r"torch\.nn\.Module"),
@@ -78,4 +99,6 @@ def failing(graph: Any, example_inputs: Any) -> Any:
 )
 def test_what_cannot_be_compared_is_no_result(module, options, error, words):
     with pytest.raises(error, match=words):
-        compare_compiled(module, torch.ones(2, 16), **{"backend": "eager", "iterations": 1, **options})
+        compare_compiled(
+            module, torch.ones(2, 16), **{"backend": "eager", "iterations": 1, **options}
+        )

@@ -1,4 +1,6 @@
-"""Observations: names, values and what is replayed; ObserverContext: steps, raising, refusals, and regions of ops."""
+"""Observations: names, values and what is replayed; ObserverContext: steps, raising,
+refusals, and regions of ops.
+"""
 
 import dataclasses
 import gc
@@ -47,7 +49,9 @@ def names(folder: Path, step: int = 0) -> list[str]:
     return [site.name or site.op for site in sites(folder, step)]
 
 
-def watch(folder: Path, name: str, reference: Path | None = None, /, **values: Any) -> ObserverContext:
+def watch(
+    folder: Path, name: str, reference: Path | None = None, /, **values: Any
+) -> ObserverContext:
     with ObserverContext(folder, name, reference) as observer:
         for key, value in values.items():
             observe(key, value)
@@ -58,11 +62,17 @@ def kinds(observer: ObserverContext) -> list[tuple[str | None, str]]:
     return [(found.name, found.kind) for found in observer.mismatches]
 
 
-@pytest.mark.parametrize("function", [observe, observe_non_deterministic, observe_grad, observe_non_deterministic_grad])
+@pytest.mark.parametrize(
+    "function", [observe, observe_non_deterministic, observe_grad, observe_non_deterministic_grad]
+)
 def test_without_an_observer_it_calls_nothing(function):
     called: list[str] = []
     tensor = torch.ones(2)
-    sys.setprofile(lambda frame, event, argument: called.append(str(argument)) if event.endswith("call") else None)
+    sys.setprofile(
+        lambda frame, event, argument: (
+            called.append(str(argument)) if event.endswith("call") else None
+        )
+    )
     try:
         function("x", tensor)
     finally:
@@ -92,8 +102,18 @@ def test_what_is_a_name_and_what_cannot_be_a_name_or_an_observation(tmp_path):
     with ObserverContext(tmp_path, "run"):
         for name in ("a/b", "../..", "run.json", "a#0.0", "x" * 1000, "\0", "é\n", "__metadata__"):
             observe_non_deterministic(name, torch.rand(2))
-        for function in (observe, observe_non_deterministic, observe_grad, observe_non_deterministic_grad):
-            for name, error in (("", ValueError), ("x" * 10_000, ValueError), ("\ud800", ValueError), (3, TypeError)):
+        for function in (
+            observe,
+            observe_non_deterministic,
+            observe_grad,
+            observe_non_deterministic_grad,
+        ):
+            for name, error in (
+                ("", ValueError),
+                ("x" * 10_000, ValueError),
+                ("\ud800", ValueError),
+                (3, TypeError),
+            ):
                 with pytest.raises(error, match="name of an observation"):
                     function(name, torch.ones(1))  # type: ignore[operator, arg-type]  # a wrong one
         for tree, complaint in (
@@ -128,7 +148,10 @@ def test_occurrences_phases_and_modules_of_values_and_of_each_backward_pass(tmp_
             observer.next_step()
     assert not x._backward_hooks
     for step in range(2):
-        found = [(site.phase, site.module, site.op, site.name, site.occurrence) for site in sites(observer.path, step)]
+        found = [
+            (site.phase, site.module, site.op, site.name, site.occurrence)
+            for site in sites(observer.path, step)
+        ]
         assert found == [
             ("forward", "", "", "x", 0),
             ("forward", "Sequential.0", "", "x", 0),
@@ -138,7 +161,19 @@ def test_occurrences_phases_and_modules_of_values_and_of_each_backward_pass(tmp_
 
 
 def test_plain_values_are_replayed_exactly_in_what_is_returned(tmp_path):
-    plain = [1j, complex("nan+1j"), 0.1, -0.0, float("inf"), float("nan"), 7, -(2**70), True, None, "tëxt"]
+    plain = [
+        1j,
+        complex("nan+1j"),
+        0.1,
+        -0.0,
+        float("inf"),
+        float("nan"),
+        7,
+        -(2**70),
+        True,
+        None,
+        "tëxt",
+    ]
     point, pair = namedtuple("point", "x y"), dataclasses.make_dataclass("Pair", ["left", "right"])
     tree = {"time": point(1.5, 2), "plain": plain, "pair": pair(1, 2), "tensor": torch.ones(1)}
     with ObserverContext(tmp_path, "r"):
@@ -146,13 +181,20 @@ def test_plain_values_are_replayed_exactly_in_what_is_returned(tmp_path):
     paths = [f"['plain'][{index}]" for index in range(len(plain))]
     expected = ["['time'].x", "['time'].y", *paths, "['pair'].left", "['pair'].right", "['tensor']"]
     assert names(tmp_path / "r") == [f"t{path}" for path in expected]
-    other = {"time": point(2.5, 2), "plain": ["other", *[0] * 9, 3], "pair": pair(0, 2), "tensor": torch.zeros(1)}
+    other = {
+        "time": point(2.5, 2),
+        "plain": ["other", *[0] * 9, 3],
+        "pair": pair(0, 2),
+        "tensor": torch.zeros(1),
+    }
     with ObserverContext(tmp_path, "c", tmp_path / "r") as observer:
         replayed = observe_non_deterministic("t", other)
     assert repr(replayed) == repr(tree)
     assert replayed["tensor"] is other["tensor"]
     assert observer.verdict.verdict == "match"
-    assert observer.verdict.coverage.replayed == {"t": {"count": 16, "differing": 14, "mib_per_step": 4e-06}}
+    assert observer.verdict.coverage.replayed == {
+        "t": {"count": 16, "differing": 14, "mib_per_step": 4e-06}
+    }
 
 
 def test_observers_change_no_bit(tmp_path):
@@ -173,7 +215,12 @@ def test_observers_change_no_bit(tmp_path):
             hidden.sum().backward()
             optimizer.step()
             disable_hash_mode()
-        return torch.cat([*(weight.detach().flatten() for weight in model.parameters()), torch.get_rng_state().float()])
+        return torch.cat(
+            [
+                *(weight.detach().flatten() for weight in model.parameters()),
+                torch.get_rng_state().float(),
+            ]
+        )
 
     plain = train(is_observed=False)
     with ObserverContext(tmp_path, "r"):
@@ -189,7 +236,11 @@ def observed_in_a_worker(batch: list[int]) -> Tensor:
 
 
 def test_a_worker_says_that_it_records_nothing(tmp_path):
-    options = {"num_workers": 1, "multiprocessing_context": "fork", "collate_fn": observed_in_a_worker}
+    options = {
+        "num_workers": 1,
+        "multiprocessing_context": "fork",
+        "collate_fn": observed_in_a_worker,
+    }
     with ObserverContext(tmp_path, "run"):
         (batch,) = torch.utils.data.DataLoader([0, 1], batch_size=2, **options)
         observe("batch", batch)
@@ -235,7 +286,9 @@ def test_a_gradient_that_never_comes_is_reported(tmp_path):
 
 
 def test_a_gradient_of_another_branch_is_left_alone(tmp_path):
-    def gradients(name: str, scale: float, reference: Path | None = None) -> tuple[list[float], list[float]]:
+    def gradients(
+        name: str, scale: float, reference: Path | None = None
+    ) -> tuple[list[float], list[float]]:
         a, b = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
         left, right = a * 1, b * 1
         with ObserverContext(tmp_path, name, reference):
@@ -248,7 +301,9 @@ def test_a_gradient_of_another_branch_is_left_alone(tmp_path):
 
 
 def test_steps_are_marked_at_either_end_of_a_loop_and_another_number_of_them_differs(tmp_path):
-    def run(num_steps: int, *, is_marked_first: bool = False, reference: Path | None = None) -> ObserverContext:
+    def run(
+        num_steps: int, *, is_marked_first: bool = False, reference: Path | None = None
+    ) -> ObserverContext:
         name = f"{num_steps} steps, {is_marked_first}"
         with ObserverContext(tmp_path, name, reference) as observer:
             for value in range(num_steps):
@@ -296,7 +351,10 @@ def test_a_context_is_used_once_and_only_one_at_a_time(tmp_path):
         observer.next_step()
     with observer:
         observe("x", 1)
-        with pytest.raises(TraceError, match="is already active"), ObserverContext(tmp_path, "other"):
+        with (
+            pytest.raises(TraceError, match="is already active"),
+            ObserverContext(tmp_path, "other"),
+        ):
             pass
         observe("y", 1)
     assert names(tmp_path / "run") == ["x", "y"]
@@ -313,7 +371,9 @@ def test_what_is_no_reference_no_folder_or_becomes_no_run(tmp_path):
             ObserverContext(tmp_path / "runs", name)
     assert not list(tmp_path.iterdir())
 
-    def refused(error: type[Exception], text: str, name: str, reference: Path | None, *values: Any) -> None:
+    def refused(
+        error: type[Exception], text: str, name: str, reference: Path | None, *values: Any
+    ) -> None:
         with pytest.raises(error, match=text), ObserverContext(tmp_path, name, reference):
             [observe(value, 1) for value in values]
 
@@ -362,8 +422,16 @@ def test_ops_are_sites_only_inside_regions(tmp_path):
         disable_hash_mode()
         x * x
     assert _get_current_dispatch_mode_stack() == []
-    ops = [site.op or site.name for site in sites(observer.path) if site.role in ("output", "named")]
-    assert ops == ["aten.mul.Tensor", "aten.mul.Tensor", "between", "aten.mm.default", "aten.div.Tensor"]
+    ops = [
+        site.op or site.name for site in sites(observer.path) if site.role in ("output", "named")
+    ]
+    assert ops == [
+        "aten.mul.Tensor",
+        "aten.mul.Tensor",
+        "between",
+        "aten.mm.default",
+        "aten.div.Tensor",
+    ]
 
 
 def test_what_was_put_back_is_what_later_ops_read(tmp_path):

@@ -34,7 +34,11 @@ def noisy(weight: Tensor, x: Tensor, noise: Tensor) -> Tensor:
 
 
 def train(
-    folder: Path, name: str, function: Callable[..., Tensor], reference: str | None = None, steps: int = 2
+    folder: Path,
+    name: str,
+    function: Callable[..., Tensor],
+    reference: str | None = None,
+    steps: int = 2,
 ) -> tuple[ObserverContext, Tensor]:
     weight = torch.ones(4, requires_grad=True)
     where = None if reference is None else folder / reference
@@ -59,7 +63,9 @@ def test_observations_are_ops_of_one_graph_and_the_sites_of_eager_code(backend, 
     train(tmp_path, "eager", noisy)
     steps = [Run.open(tmp_path / name).view(0, 0, 0) for name in ("eager", "compiled")]
     # the backend calls its graph as a module, which is a name of its own
-    eager, compiled = ([structs.replace(site, module="") for site in step.program.sites] for step in steps)
+    eager, compiled = (
+        [structs.replace(site, module="") for site in step.program.sites] for step in steps
+    )
     assert eager == compiled
     assert steps[0].record.digests[:6].tolist() == steps[1].record.digests[:6].tolist()
     paths = (*(f"['k'][{index}]" for index in range(4)), "['text']", "['f']")
@@ -78,7 +84,8 @@ def test_without_an_observer_nothing_is_in_the_graph(tmp_path):
 
     call()
     assert (counter.frame_count, num_own_ops()) == (1, 0)
-    for name in ("one", "two"):  # compiled once more when an observer is there, and not again for the next one
+    # compiled once more when an observer is there, and not again for the next one
+    for name in ("one", "two"):
         with ObserverContext(tmp_path, name):
             call()
         assert (counter.frame_count, num_own_ops()) == (2, 3)
@@ -93,7 +100,9 @@ def test_gradients_break_the_graph_and_say_so_once(tmp_path):
         return (hidden.sin() * x).sum()
 
     with pytest.warns(CoverageWarning, match=r"torch\.compile breaks its graph") as said:
-        observer, _ = train(tmp_path, "reference", torch.compile(model, backend="aot_eager"), steps=3)
+        observer, _ = train(
+            tmp_path, "reference", torch.compile(model, backend="aot_eager"), steps=3
+        )
     assert len(said) == 1
     assert ["_gradient" in reason for reason in counters["graph_break"]] == [True]
     names = [site.name for site in Run.open(observer.path).view(0, 0, 1).program.sites]

@@ -1,4 +1,6 @@
-"""What torch says of its ops: read whole, and translated to ops that there are and that really run."""
+"""What torch says of its ops: read whole, and translated to ops that there are
+and that really run.
+"""
 
 import json
 import re
@@ -11,8 +13,14 @@ from torch.nn.functional import grid_sample, interpolate
 from tracing import traced
 from versions import TORCH
 
-from det_callbacks.compare.arguments import read_arguments
-from det_callbacks.environment.nondeterminism import ALIASES, OpFact, may_apply, parse_docstring, read_op_facts
+from det_callbacks.compare.order import read_arguments
+from det_callbacks.environment.nondeterminism import (
+    ALIASES,
+    OpFact,
+    may_apply,
+    parse_docstring,
+    read_op_facts,
+)
 from det_callbacks.errors import DetCallbacksError
 
 DOCSTRING = torch.use_deterministic_algorithms.__doc__ or ""
@@ -51,7 +59,9 @@ def ctc_loss() -> Tensor:
 
 CALLS: Mapping[str, Sequence[Call]] = {
     "torch.nn.ConvTranspose3d": [lambda: nn.ConvTranspose3d(2, 2, 3)(IMAGES[3])],
-    "torch.nn.MaxUnpool1d": [lambda: nn.MaxUnpool1d(2)(*nn.MaxPool1d(2, return_indices=True)(IMAGES[1]))],
+    "torch.nn.MaxUnpool1d": [
+        lambda: nn.MaxUnpool1d(2)(*nn.MaxPool1d(2, return_indices=True)(IMAGES[1]))
+    ],
     "torch.nn.MaxPool2d": [lambda: nn.MaxPool2d(2)(IMAGES[2])],
     "torch.nn.MaxPool3d": [lambda: nn.MaxPool3d(2)(IMAGES[3])],
     "torch.nn.NLLLoss": [lambda: nn.NLLLoss()(IMAGES[2], torch.zeros(1, 4, 4, dtype=torch.int64))],
@@ -59,7 +69,10 @@ CALLS: Mapping[str, Sequence[Call]] = {
     "torch.nn.Embedding": [lambda: nn.Embedding(5, 3)(INDEX)],
     "torch.nn.EmbeddingBag": [lambda: nn.EmbeddingBag(5, 3, mode="max")(torch.tensor([[0, 1]]))],
     "torch.nn.functional.interpolate": [
-        *(resized(mode, dims) for mode, dims in (("linear", 1), ("bilinear", 2), ("bicubic", 2), ("trilinear", 3))),
+        *(
+            resized(mode, dims)
+            for mode, dims in (("linear", 1), ("bilinear", 2), ("bicubic", 2), ("trilinear", 3))
+        ),
         *(resized(mode, 2, antialias=True) for mode in ("bilinear", "bicubic")),
     ],
     "torch.nn.functional.grid_sample": [
@@ -77,14 +90,18 @@ CALLS: Mapping[str, Sequence[Call]] = {
     "torch.Tensor.scatter_reduce": [reduced("sum"), reduced("mean"), reduced("prod")],
     "torch.Tensor.index_reduce": [index_reduced("prod"), index_reduced("mean")],
 }
-"""Documented name -> calls that it speaks of: all that ``ALIASES`` translates, and some of each rule."""
+"""Documented name -> calls that it speaks of: all that ``ALIASES`` translates,
+and some of each rule.
+"""
 
 FIRST_DOCUMENTED = {
     "torch.nn.Embedding": (2, 14),
     "torch.nn.MaxPool2d": (2, 15),
     "torch.Tensor.index_reduce": (2, 15),
 }
-"""Documented name -> the first version of torch whose docstring has it; the others are in all versions."""
+"""Documented name -> the first version of torch whose docstring has it;
+the others are in all versions.
+"""
 
 # torch 2.15 no longer says for which reductions scatter_reduce raises
 SCATTER_REDUCE_RAISES = ["when called on CUDA or MPS tensor"] if TORCH >= (2, 15) else []
@@ -92,14 +109,26 @@ SCATTER_PROD_RAISES = SCATTER_REDUCE_RAISES or ["when reduce='prod' and called o
 
 
 def test_every_bullet_is_read_and_translated():
-    _, *lists = DOCSTRING.split("normally-nondeterministic operations will")  # looked at in torch 2.13
+    # looked at in torch 2.13
+    _, *lists = DOCSTRING.split("normally-nondeterministic operations will")
     for behaviour, text in zip(("alternate algorithm", "error"), lists, strict=True):
-        lines = [line for line in text.split("In addition,")[0].splitlines() if line.strip().startswith("* :")]
-        bullets = sorted(name for line in lines for name in re.findall(r":(?:class|func):`([^`]+)`", line))
+        lines = [
+            line
+            for line in text.split("In addition,")[0].splitlines()
+            if line.strip().startswith("* :")
+        ]
+        bullets = sorted(
+            name for line in lines for name in re.findall(r":(?:class|func):`([^`]+)`", line)
+        )
         assert [fact.name for fact in DOCUMENTED if fact.behaviour == behaviour] == bullets
         assert len(bullets) > 20
     assert all(fact.ops for fact in DOCUMENTED)
-    assert [op for fact in FACTS for op in fact.ops if not hasattr(torch.ops.aten, op.removeprefix("aten."))] == []
+    assert [
+        op
+        for fact in FACTS
+        for op in fact.ops
+        if not hasattr(torch.ops.aten, op.removeprefix("aten."))
+    ] == []
 
 
 def test_each_alias_is_documented_and_names_ops_that_there_are():
@@ -137,12 +166,20 @@ def applying(call: Call) -> set[tuple[str, str]]:
         {
             "op": site.op,
             "phase": site.phase,
-            "arguments": {name: json.loads(text) for name, text in read_arguments(view, position).values.items()},
+            "arguments": {
+                name: json.loads(text)
+                for name, text in read_arguments(view, position).values.items()
+            },
         }
         for position, site in enumerate(view.program.sites)
         if site.op and site.role in ("output", "value")
     ]
-    return {(found.name, found.condition) for found in DOCUMENTED for call in calls if may_apply(found, **call)}
+    return {
+        (found.name, found.condition)
+        for found in DOCUMENTED
+        for call in calls
+        if may_apply(found, **call)
+    }
 
 
 def test_a_bullet_about_several_names_is_a_fact_about_each():
@@ -151,9 +188,10 @@ def test_a_bullet_about_several_names_is_a_fact_about_each():
           when attempting to differentiate an MPS tensor
         * :func:`torch.mm` and :func:`torch.dot` when called on a CUDA or MPS tensor
         * :func:`torch.Tensor.index_reduce` with ``reduce='prod'\'mean'`` when called on a CPU tensor
-    """
+    """  # noqa: E501  # a text
     docstring = "".join(
-        f"It {words} when ``mode=True``:\n{bullets}\n" for words in ("act deterministically", "RuntimeError")
+        f"It {words} when ``mode=True``:\n{bullets}\n"
+        for words in ("act deterministically", "RuntimeError")
     )
     facts = parse_docstring(docstring, {"avg_pool3d_backward", "index_reduce"})
     backward = "when attempting to differentiate an MPS tensor"
@@ -167,7 +205,9 @@ def test_a_bullet_about_several_names_is_a_fact_about_each():
     assert facts[2].ops == ("aten.avg_pool3d_backward",)
     call = {"op": "aten.index_reduce.default", "phase": "forward"}
     applies = [
-        reduce for reduce in ("prod", "mean", "amax") if may_apply(facts[5], **call, arguments={"reduce": reduce})
+        reduce
+        for reduce in ("prod", "mean", "amax")
+        if may_apply(facts[5], **call, arguments={"reduce": reduce})
     ]
     assert applies == ["prod", "mean"]
     assert facts[5].device == "cpu"
@@ -175,11 +215,15 @@ def test_a_bullet_about_several_names_is_a_fact_about_each():
 
 # torch says so once, of a function that 2.15 documents as nondeterministic
 @pytest.mark.filterwarnings(r"ignore:index_reduce\(\) is in beta:UserWarning")
-@pytest.mark.parametrize("name", [name for name in CALLS if FIRST_DOCUMENTED.get(name, TORCH) <= TORCH])
+@pytest.mark.parametrize(
+    "name", [name for name in CALLS if FIRST_DOCUMENTED.get(name, TORCH) <= TORCH]
+)
 def test_the_ops_are_those_that_run(name):
     found = [applying(call) for call in CALLS[name]]
     assert all(name in dict(facts) for facts in found)
-    assert {(fact.name, fact.condition) for fact in DOCUMENTED if fact.name == name} <= set().union(*found)
+    assert {(fact.name, fact.condition) for fact in DOCUMENTED if fact.name == name} <= set().union(
+        *found
+    )
 
 
 @pytest.mark.parametrize(
@@ -188,9 +232,18 @@ def test_the_ops_are_those_that_run(name):
         (CALLS["torch.Tensor.put_"][0], ["when accumulate=False"]),
         (
             CALLS["torch.Tensor.put_"][1],
-            ["when accumulate=True and called on a CUDA tensor", "with accumulate=True when called on a CPU tensor"],
+            [
+                "when accumulate=True and called on a CUDA tensor",
+                "with accumulate=True when called on a CPU tensor",
+            ],
         ),
-        (reduced("mean"), [*SCATTER_REDUCE_RAISES, "when reduce='sum' or reduce='mean' and called on CUDA tensor"]),
+        (
+            reduced("mean"),
+            [
+                *SCATTER_REDUCE_RAISES,
+                "when reduce='sum' or reduce='mean' and called on CUDA tensor",
+            ],
+        ),
         (reduced("prod"), SCATTER_PROD_RAISES),
         (reduced("amax"), SCATTER_REDUCE_RAISES),
         (CALLS["torch.nn.ConvTranspose3d"][0], ["when called on CUDA tensor"]),
@@ -210,6 +263,10 @@ def test_an_argument_of_unknown_value_excludes_nothing():
     call = {"op": "aten.index_put_.default", "phase": "forward"}
     for words, found in put.items():
         assert may_apply(found, **call, arguments={}, unknown=("accumulate",))
-        assert may_apply(found, **call, arguments={"accumulate": True}) == ("accumulate=True" in words)
+        assert may_apply(found, **call, arguments={"accumulate": True}) == (
+            "accumulate=True" in words
+        )
         assert may_apply(found, **call, arguments={}) == ("accumulate=False" in words)
-    assert may_apply(fact("torch.nn.Conv1d"), op="aten.convolution.default", phase="forward", arguments={})
+    assert may_apply(
+        fact("torch.nn.Conv1d"), op="aten.convolution.default", phase="forward", arguments={}
+    )

@@ -9,10 +9,13 @@ from step_builder import FLOAT, StepBuilder, both, training_step
 from tracing import traced
 
 from det_callbacks.compare.differences import MAX_DESCRIBED, StepDifference
-from det_callbacks.compare.step import compare_steps
+from det_callbacks.compare.ranks import compare_steps
 from det_callbacks.runs.program import TensorLayout, plain_value
 
-RELU, LAYOUTS = "aten.relu.default", (FLOAT, TensorLayout(dtype="float32", shape=(8, 5), stride=(5, 1)))
+RELU, LAYOUTS = (
+    "aten.relu.default",
+    (FLOAT, TensorLayout(dtype="float32", shape=(8, 5), stride=(5, 1))),
+)
 CASES = []
 
 
@@ -21,7 +24,9 @@ def compare(reference, current) -> StepDifference:
 
 
 def case(*expected):
-    """Add a function that fills both steps, with each divergence: kind, op, output, whether it is an origin."""
+    """Add a function that fills both steps, with each divergence: kind, op, output,
+    whether it is an origin.
+    """
     return lambda fill: CASES.append((fill, [*expected])) or fill
 
 
@@ -41,7 +46,9 @@ def an_inserted_op_with_input_rows(step, now):
 
 @case("argument layer_norm 0 True", "argument layer_norm 2 True")
 def an_argument_at_the_first_output_and_those_that_differ(step, now):
-    value = step.op("aten.layer_norm.default", "?x", arguments={"eps": 1e-6 if now else 1e-5}, outputs=3)
+    value = step.op(
+        "aten.layer_norm.default", "?x", arguments={"eps": 1e-6 if now else 1e-5}, outputs=3
+    )
     step.digests[value + 1] = 5
 
 
@@ -74,7 +81,10 @@ def a_reader_of_two_writers(noisy):
     """Partial writes: ``buf[0].copy_(a); buf[1].copy_(b); buf.sum()``."""
 
     def fill(step, now):
-        parts = [step.op("aten.copy_.default", f"?{index}", noise=now and index == noisy) for index in range(2)]
+        parts = [
+            step.op("aten.copy_.default", f"?{index}", noise=now and index == noisy)
+            for index in range(2)
+        ]
         step.op("aten.sum.default", *parts, noise=now and noisy is None)
 
     return fill
@@ -114,7 +124,10 @@ def an_origin_after_a_receiver_of_another(step, now):
 def test_what_differs_and_who_starts_it(fill, expected):
     found = compare(*both(fill)).divergences
     ops = [item.op.split(".")[1] if item.op else item.phase for item in found]
-    shown = [f"{item.kind} {op} {item.output} {item.is_origin}" for item, op in zip(found, ops, strict=True)]
+    shown = [
+        f"{item.kind} {op} {item.output} {item.is_origin}"
+        for item, op in zip(found, ops, strict=True)
+    ]
     assert shown == expected
 
 
@@ -125,15 +138,23 @@ def test_other_argument_is_named_with_both_values(was_varying, is_varying):
     assert compare(reference, training_step(lr=0.1, lr_varies=is_varying)).num_differing == 0
     difference = compare(reference, training_step(lr=0.2, lr_varies=is_varying))
     (origin,) = difference.origins
-    assert (origin.phase, origin.op, origin.kind) == ("optimizer", "aten.addcdiv_.default", "argument")
+    assert (origin.phase, origin.op, origin.kind) == (
+        "optimizer",
+        "aten.addcdiv_.default",
+        "argument",
+    )
     assert difference.num_differing == 2  # the update, and the weight after it
     assert [*difference.arguments.values()] == [{"value": ("-0.1", "-0.2")}]
 
 
 @pytest.mark.parametrize("kind", ["varying", "arguments"])
-@pytest.mark.parametrize(("ours", "theirs"), [(1, 1.0), (True, 1), (0.0, -0.0), (float("inf"), 1e308), (-3, 3)])
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(1, 1.0), (True, 1), (0.0, -0.0), (float("inf"), 1e308), (-3, 3)]
+)
 def test_argument_of_another_type_or_sign_is_seen(kind, ours, theirs):
-    pair = both(lambda step, now: step.op("aten.add.Tensor", **{kind: {"alpha": theirs if now else ours}}))
+    pair = both(
+        lambda step, now: step.op("aten.add.Tensor", **{kind: {"alpha": theirs if now else ours}})
+    )
     difference = compare(*pair)
     assert [item.kind for item in difference.divergences] == ["argument"]
     (shown,) = difference.arguments.values()
@@ -152,7 +173,10 @@ def test_digest_of_several_arguments_is_compared_with_constants(other, num_diffe
 
 def test_an_unseen_write_is_not_proven_and_passes_on_what_it_starts():
     difference = compare(training_step(), training_step(noise_at=5, unseen_at=5))
-    assert (difference.divergences[0].op, difference.divergences[0].is_origin) == ("aten.mul.Tensor", None)
+    assert (difference.divergences[0].op, difference.divergences[0].is_origin) == (
+        "aten.mul.Tensor",
+        None,
+    )
     assert difference.origins == ()
     difference = compare(training_step(), training_step(noise_at=3, lr=0.5))
     assert len(difference.origins) == 1  # the update reads a gradient that differs already
@@ -165,7 +189,10 @@ def test_what_is_described_is_bounded_and_not_what_is_counted():
         step.op(RELU, "?x", noise=now)
 
     difference = compare(*both(fill))
-    assert (difference.num_differing, len(difference.divergences)) == (2 * MAX_DESCRIBED + 1, MAX_DESCRIBED)
+    assert (difference.num_differing, len(difference.divergences)) == (
+        2 * MAX_DESCRIBED + 1,
+        MAX_DESCRIBED,
+    )
     assert [item.op for item in difference.origins] == [RELU]  # beyond them
 
 
@@ -186,7 +213,10 @@ def named_after(*, unseen: bool, is_shown: bool = True, in_place: bool = False) 
 
 def test_who_reads_memory_that_a_named_tensor_shows_to_be_changed_is_a_receiver():
     difference = compare(named_after(unseen=False), named_after(unseen=True))
-    assert [(item.op, item.is_origin) for item in difference.divergences] == [("", None), ("aten.mul_.Tensor", False)]
+    assert [(item.op, item.is_origin) for item in difference.divergences] == [
+        ("", None),
+        ("aten.mul_.Tensor", False),
+    ]
     assert difference.starting("written since")
     below_op = [StepBuilder(), StepBuilder()]  # where no op is recorded, what wrote it is not
     for bits, step in enumerate(below_op):
@@ -195,12 +225,17 @@ def test_who_reads_memory_that_a_named_tensor_shows_to_be_changed_is_a_receiver(
         step.named("net.weight", bits, inputs=(before,))
     assert compare(*below_op).starting("not recorded")
     for options in ({"is_shown": False}, {"in_place": True}):  # not shown yet
-        first = compare(*(named_after(unseen=unseen, **options) for unseen in (False, True))).divergences[0]
+        first = compare(
+            *(named_after(unseen=unseen, **options) for unseen in (False, True))
+        ).divergences[0]
         assert (first.op != "", first.is_origin) == (True, True)
     current = StepBuilder()  # without the named tensor, nothing is shown
     written = current.op("aten.mm.default", "?x", phase="backward")
     current.op("aten.mul_.Tensor", written, phase="optimizer", noise=True)
-    assert [item.is_origin for item in compare(named_after(unseen=False), current).divergences] == [None, True]
+    assert [item.is_origin for item in compare(named_after(unseen=False), current).divergences] == [
+        None,
+        True,
+    ]
 
 
 # numbers and shapes that go from a tensor through Python into the arguments of later ops
@@ -215,17 +250,27 @@ def noisy(name, read, **fields):
 
 # what Python may read, and so pass on
 LATER = {
-    "an op with another structure": lambda step, now: step.op("aten.gather.default", "?x", layout=LAYOUTS[now]),
+    "an op with another structure": lambda step, now: step.op(
+        "aten.gather.default", "?x", layout=LAYOUTS[now]
+    ),
     "a number read back": noisy("aten._local_scalar_dense.default", "?x", role="value"),
     "indices that an op computed": noisy("aten.topk.default", "?x", layout=LENGTHS),
 }
 READABLE = {
     "other content": lambda step, now: step.named("batch[0]", 5 + now, phase="data"),
-    "a batch of another shape": lambda step, now: step.named("batch[0]", 5, phase="data", entry=LAYOUTS[now]),
-    "other lengths": lambda step, now: step.named("batch.batch_sizes", 5 + now, phase="data", entry=LENGTHS),
-    "another number": lambda step, now: step.named("batch['scale']", 5 + now, phase="data", entry=NUMBER),
+    "a batch of another shape": lambda step, now: step.named(
+        "batch[0]", 5, phase="data", entry=LAYOUTS[now]
+    ),
+    "other lengths": lambda step, now: step.named(
+        "batch.batch_sizes", 5 + now, phase="data", entry=LENGTHS
+    ),
+    "another number": lambda step, now: step.named(
+        "batch['scale']", 5 + now, phase="data", entry=NUMBER
+    ),
     "one more entry": lambda step, now: now and step.named("batch[7]", 5, phase="data"),
-    "NumPy's generator": lambda step, now: step.row(5 + now, None, phase="rng", name="numpy", role="generator"),
+    "NumPy's generator": lambda step, now: step.row(
+        5 + now, None, phase="rng", name="numpy", role="generator"
+    ),
     **LATER,
 }
 
@@ -246,7 +291,9 @@ def another_tensor_that_is_read(step, now):
 
 PASSED_ON = {
     "argument": another_argument,
-    "structure": lambda step, now: step.op("aten.addmm.default", "?y", module="last", layout=LAYOUTS[now]),
+    "structure": lambda step, now: step.op(
+        "aten.addmm.default", "?y", module="last", layout=LAYOUTS[now]
+    ),
     "missing": lambda step, now: an_extra_op(step, not now),
     "extra": an_extra_op,
     "another tensor": another_tensor_that_is_read,
@@ -290,4 +337,6 @@ def test_how_ops_of_a_backward_pass_are_called_may_follow_from_the_forward_pass(
 
 def test_a_number_read_back_outside_the_selected_modules_is_not_lost():
     trace = traced(lambda: torch.arange(3.0).sum().item(), modules=("nothing",))
-    assert [site.op for site in trace.program.sites if site.op] == ["aten._local_scalar_dense.default"]
+    assert [site.op for site in trace.program.sites if site.op] == [
+        "aten._local_scalar_dense.default"
+    ]

@@ -1,4 +1,6 @@
-"""Modules that other threads of a step call: counted, not recorded, and no run differs by which came first."""
+"""Modules that other threads of a step call: counted, not recorded,
+and no run differs by which came first.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -14,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from tracing import assert_same, site_of, step_of, traced
 
 from det_callbacks import CoverageWarning, ObserverContext, observe
-from det_callbacks.compare.step import compare_steps
+from det_callbacks.compare.ranks import compare_steps
 from det_callbacks.runs.steps import Expectation, StepTrace
 from det_callbacks.runs.store import Run
 from det_callbacks.trace.hash_mode import HashMode
@@ -23,7 +25,9 @@ INPUTS = torch.arange(12.0).view(3, 4)  # small integers: the order of a sum cha
 
 
 class Branches(nn.Module):
-    """Two stems, a branch of each and one of both in threads that a test chooses, and a path past the branches."""
+    """Two stems, a branch of each and one of both in threads that a test chooses,
+    and a path past the branches.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,12 +39,18 @@ class Branches(nn.Module):
         self.threads: list[ThreadPoolExecutor] = []
         self.wrong: tuple[int, str] | None = None
         for number, parameter in enumerate(self.parameters()):
-            parameter.data = (torch.arange(parameter.numel()) % (3 + number % 3) - 1.0).view_as(parameter)
+            parameter.data = (torch.arange(parameter.numel()) % (3 + number % 3) - 1.0).view_as(
+                parameter
+            )
             parameter.grad = torch.zeros_like(parameter)
 
     def branch(self, number: int, inputs: Tensor) -> Tensor:
         branch = self.branches[number]
-        result = checkpoint(branch, inputs, use_reentrant=False) if self.has_checkpoints else branch(inputs)
+        result = (
+            checkpoint(branch, inputs, use_reentrant=False)
+            if self.has_checkpoints
+            else branch(inputs)
+        )
         result = result * 2  # a node that no module made
         if (number, "forward") == self.wrong:
             return result + 1
@@ -65,11 +75,15 @@ def threads():
     """Two threads, one of which has made more autograd nodes than any other thread."""
     with ExitStack() as stack:
         pools = [stack.enter_context(ThreadPoolExecutor(1)) for _ in range(2)]
-        pools[1].submit(lambda: [torch.ones(1, requires_grad=True) * 2 for _ in range(3000)]).result()
+        pools[1].submit(
+            lambda: [torch.ones(1, requires_grad=True) * 2 for _ in range(3000)]
+        ).result()
         yield pools
 
 
-def step(net: Branches, mode: HashMode, threads: list[ThreadPoolExecutor], **beginning: object) -> StepTrace:
+def step(
+    net: Branches, mode: HashMode, threads: list[ThreadPoolExecutor], **beginning: object
+) -> StepTrace:
     net.threads = threads
     net.zero_grad(set_to_none=False)
 
@@ -98,11 +112,14 @@ def test_neither_order_nor_threads_are_recorded(threads, level):
     found = {(site.phase, site.module) for site in reference.program.sites}
     own = {(phase, name) for phase in ("forward", "backward") for name in ("", "head", "tail")}
     expected = {*own, ("forward", "stems.0"), ("forward", "stems.1")}
-    assert {(phase, module) for phase, module in found if phase in ("forward", "backward")} == expected
+    assert {
+        (phase, module) for phase, module in found if phase in ("forward", "backward")
+    } == expected
 
 
 @pytest.mark.usefixtures("compiles_anew")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # see COMPILING
+# see COMPILING
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")
 @pytest.mark.parametrize("has_checkpoints", [False, True])
 def test_compiled_regions_of_threads_are_not_recorded(threads, has_checkpoints):
     net = Branches()
@@ -133,11 +150,17 @@ def test_a_difference_of_a_thread_is_seen_and_has_no_origin(threads, phase):
     net = Branches()
     reference = step(net, HashMode(net), [threads[0]] * 3)
     net.wrong = 1, phase
-    current = step(net, HashMode(net), threads + threads[:1], expected=Expectation.of(reference.digests))
+    current = step(
+        net, HashMode(net), threads + threads[:1], expected=Expectation.of(reference.digests)
+    )
     difference = compare_steps(reference.view(), current.view())
     first = difference.divergences[0]
     assert difference.origins == ()
-    place = ("input", "", "", None) if phase == "forward" else ("gradient", "", "stems.1", "grad of stems.1.weight")
+    place = (
+        ("input", "", "", None)
+        if phase == "forward"
+        else ("gradient", "", "stems.1", "grad of stems.1.weight")
+    )
     assert (first.phase, first.op, first.module, first.name) == place
     changed = {one.module for one in difference.divergences if one.phase == "state"}
     assert changed == ({"head", "tail"} if phase == "forward" else {"stems.1", "branches.1.0"})
@@ -158,7 +181,9 @@ def test_a_backward_pass_of_another_thread_recomputes_there():
 
     def run() -> None:
         with ThreadPoolExecutor(1) as pool:
-            loss = pool.submit(lambda: checkpoint(net["other"], inputs, use_reentrant=False).sum()).result()
+            loss = pool.submit(
+                lambda: checkpoint(net["other"], inputs, use_reentrant=False).sum()
+            ).result()
             done = pool.submit(loss.backward)
             assert begun.wait(60)
             net["own"](INPUTS)
@@ -167,7 +192,10 @@ def test_a_backward_pass_of_another_thread_recomputes_there():
             done.result()
 
     trace = traced(run, net)
-    assert (site_of(trace, "relu.default").module, site_of(trace, "tanh.default").module) == ("own", "")
+    assert (site_of(trace, "relu.default").module, site_of(trace, "tanh.default").module) == (
+        "own",
+        "",
+    )
 
 
 def test_what_raises_in_a_thread_leaves_nothing_there():
@@ -183,7 +211,10 @@ def test_what_raises_in_a_thread_leaves_nothing_there():
 
         net = Raising()
         trace = traced(run, net)
-        assert pool.submit(torch.utils._python_dispatch._get_current_dispatch_mode_stack).result() == []
+        assert (
+            pool.submit(torch.utils._python_dispatch._get_current_dispatch_mode_stack).result()
+            == []
+        )
     assert dict(trace.program.ops_skipped) == {"other_thread": 1}
 
 

@@ -14,7 +14,7 @@ from torch.distributed import fsdp  # defines ops of its own
 from tracing import traced, with_role
 from versions import TORCH
 
-from det_callbacks.trace.tables.overloads import (
+from det_callbacks.trace.overloads import (
     AUTOCASTS_INSIDE,
     HIDDEN_STATES,
     HIDDEN_WRITES,
@@ -35,12 +35,18 @@ aten = torch.ops.aten
 assert fsdp.fully_shard
 ELSEWHERE = {
     "fsdp.all_gather_copy_in",  # in a tensor that it is handed: tests/unit/test_collective_ranks.py
-    "aten.nll_loss2d_forward",  # CUDA's kernel leaves it unwritten without a reduction; the CPU's does not
-    *("aten._batch_norm_with_update", "aten.batch_norm_backward"),  # the reserved buffer is empty on the CPU
+    # CUDA's kernel leaves it unwritten without a reduction; the CPU's does not
+    "aten.nll_loss2d_forward",
+    # the reserved buffer is empty on the CPU
+    *("aten._batch_norm_with_update", "aten.batch_norm_backward"),
 }
-"""Entries of the tables that only other devices can confirm, besides those of ops without a kernel on the CPU."""
+"""Entries of the tables that only other devices can confirm,
+besides those of ops without a kernel on the CPU.
+"""
 FIRST = {"aten.shallow_copy_data_": (2, 14)}
-"""Entry of the tables -> the first version of torch that has this op, where the oldest supported one does not."""
+"""Entry of the tables -> the first version of torch that has this op,
+where the oldest supported one does not.
+"""
 
 
 def op_named(base: str) -> object:
@@ -52,16 +58,20 @@ def on_cpu(table: Mapping[str, Collection[Any]]) -> set[tuple[str, Any]]:
     there = {
         base: parts
         for base, parts in table.items()
-        if base not in ELSEWHERE and torch._C._dispatch_has_kernel_for_dispatch_key(base.replace(".", "::"), "CPU")
+        if base not in ELSEWHERE
+        and torch._C._dispatch_has_kernel_for_dispatch_key(base.replace(".", "::"), "CPU")
     }
     assert there
     return {(base, part) for base, parts in there.items() for part in parts}
 
 
-@pytest.mark.filterwarnings("ignore")  # of ops that torch calls beta or deprecated, which are swept all the same
+# of ops that torch calls beta or deprecated, which are swept all the same
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
 def test_what_the_tables_tell_is_what_happens():
-    """Each op of the programs is run twice; that nothing is kept silent is asked of all ops, below."""
+    """Each op of the programs is run twice; that nothing is kept silent is asked
+    of all ops, below.
+    """
     torch.manual_seed(0)
     sweep = SweepMode()
     with sweep:
@@ -71,7 +81,12 @@ def test_what_the_tables_tell_is_what_happens():
     assert sweep.faults == set()
     assert sweep.differing == on_cpu(OPAQUE_OUTPUTS)
     assert on_cpu(HIDDEN_WRITES) | on_cpu(OPAQUE_WRITES) <= sweep.written
-    assert {"aten.rrelu_with_noise", "aten.normal_", "aten.bernoulli_", "aten.multinomial"} <= sweep.drawing
+    assert {
+        "aten.rrelu_with_noise",
+        "aten.normal_",
+        "aten.bernoulli_",
+        "aten.multinomial",
+    } <= sweep.drawing
     assert sweep.checked >= UNDECLARED_VIEWS - {"aten.unsafe_split_with_sizes"}
 
 
@@ -95,37 +110,58 @@ def test_every_entry_names_an_op_and_its_arguments():
     states = {base: [name] for base, name in HIDDEN_STATES.items()}
     for table in (HIDDEN_WRITES, OPAQUE_WRITES, WRITTEN_IF, states):
         for base, names in table.items():
-            declared = {argument.name: argument.alias_info for argument in op_named(base).default._schema.arguments}
+            declared = {
+                argument.name: argument.alias_info
+                for argument in op_named(base).default._schema.arguments
+            }
             assert set(names) <= declared.keys(), base
             if table is HIDDEN_WRITES:
-                assert not any(declared[name] for name in names), f"{base} declares its writes by now"
+                assert not any(declared[name] for name in names), (
+                    f"{base} declares its writes by now"
+                )
     for base, indices in OPAQUE_OUTPUTS.items():
         assert max(indices) < len(op_named(base).default._schema.returns), base
     for base in UNINITIALISED | UNDECLARED_VIEWS | OVERWRITES | RELAYOUTS | AUTOCASTS_INSIDE:
         if FIRST.get(base, TORCH) <= TORCH:
             assert op_named(base).overloads(), base
         else:
-            assert not hasattr(aten, base.removeprefix("aten.")), f"{base} is older than it says here"
+            assert not hasattr(aten, base.removeprefix("aten.")), (
+                f"{base} is older than it says here"
+            )
     for name, gradient in REDUCING.items():
         base, _, overload = name.rpartition(".")
-        assert gradient in (None, *make_plan(getattr(op_named(base), overload)).argument_names), name
+        assert gradient in (None, *make_plan(getattr(op_named(base), overload)).argument_names), (
+            name
+        )
 
 
 def test_every_overload_of_torch_has_a_plan():
-    names = {name.split(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")}
+    names = {
+        name.split(".")[0]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("aten::")
+    }
     packets = [getattr(aten, name.removeprefix("aten::")) for name in names]
     overloads = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
     assert len(overloads) > 3000
     for func in overloads:
         plan = make_plan(func)
-        declared = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        declared = [
+            a.name
+            for a in func._schema.arguments
+            if a.alias_info is not None and a.alias_info.is_write
+        ]
         undeclared = HIDDEN_WRITES.get(plan.base, ())
-        assert [write.name for write in plan.writes if write.name not in undeclared] == declared, func
+        assert [write.name for write in plan.writes if write.name not in undeclared] == declared, (
+            func
+        )
         assert plan.is_functional <= (not plan.writes), func
-        assert plan.base not in UNDECLARED_VIEWS or (plan.kind is OpKind.VIEW) == (not declared), func
+        assert plan.base not in UNDECLARED_VIEWS or (plan.kind is OpKind.VIEW) == (not declared), (
+            func
+        )
 
 
-def test_batch_norm_and_noise_are_written_in_training_only_and_an_out_variant_writes_what_it_is_given():
+def test_batch_norm_and_noise_are_written_in_training_only_and_an_out_variant_writes_its_out():
     x, mean, var = torch.randn(4, 3), torch.zeros(3), torch.ones(3)
     plan = make_plan(aten.native_batch_norm.default)
     training = (x, None, None, mean, var, True, 0.1, 1e-5)
@@ -139,11 +175,15 @@ def test_batch_norm_and_noise_are_written_in_training_only_and_an_out_variant_wr
         plan.call(*args)
         assert bool((noise == 7).all()) is not is_training
     outs = {name: torch.empty(0) for name in ("out", "save_mean", "save_invstd")}
-    written = written_arguments(make_plan(aten.native_batch_norm.out), (*training[:5], False, 0.1, 1e-5), outs)
+    written = written_arguments(
+        make_plan(aten.native_batch_norm.out), (*training[:5], False, 0.1, 1e-5), outs
+    )
     assert [id(tensor) for tensor in written] == [id(tensor) for tensor in outs.values()]
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
+@pytest.mark.parametrize(
+    "kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad]
+)
 def test_fused_updates_write_gradients_only_when_they_unscale_them(kind):
     num_written = []
     for is_scaled in (False, True):
@@ -153,7 +193,9 @@ def test_fused_updates_write_gradients_only_when_they_unscale_them(kind):
         if is_scaled:  # as GradScaler does
             optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.zeros(())
         trace = traced(optimizer.step)
-        written = [site for site in with_role(trace, "output") if site.op.startswith("aten._fused_")]
+        written = [
+            site for site in with_role(trace, "output") if site.op.startswith("aten._fused_")
+        ]
         assert {site.op.removesuffix(".default") for site in written} <= WRITTEN_IF.keys()
         num_written.append(len(written))
         assert weight.grad.tolist() == [2.0 if is_scaled else 4.0] * 3
@@ -170,14 +212,18 @@ def overwrite(base: str, target: Tensor) -> None:
     elif base.startswith("aten._foreach_"):
         op([target], *[[ones]] * ("copy" in base))
     else:
-        op(target, *{"aten.copy_": (ones,), "aten.fill_": (2.0,), "aten.geometric_": (0.5,)}.get(base, ()))
+        op(
+            target,
+            *{"aten.copy_": (ones,), "aten.fill_": (2.0,), "aten.geometric_": (0.5,)}.get(base, ()),
+        )
 
 
 # All that FSDP2 has: torch 2.15 gathers gradients by another one than before.
 INTO_BUFFERS = sorted(
     name.replace("::", ".")
     for name in torch._C._dispatch_get_all_op_names()
-    if name.startswith("fsdp::") and any(one.name == "out" for one in torch._C._get_schema(name, "").arguments)
+    if name.startswith("fsdp::")
+    and any(one.name == "out" for one in torch._C._get_schema(name, "").arguments)
 )
 assert len(INTO_BUFFERS) >= 2
 
@@ -195,9 +241,13 @@ def test_overwriting_ops_do_not_read_what_they_write(base):
 
 @pytest.mark.soak
 def test_nothing_is_kept_silent_by_any_op_that_torch_tests():
-    """Runs the samples of torch's own operator database, in a process of its own: importing it changes global flags."""
+    """Runs the samples of torch's own operator database, in a process of its own: importing it
+    changes global flags.
+    """
     script = Path(__file__).with_name("op_sweep.py")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=1500, check=False)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=1500, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["faults"] == []

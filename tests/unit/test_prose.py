@@ -28,7 +28,9 @@ is_told = "is told", f"the error of step {1} is said here"  # of which nobody kn
 
 
 def lint(path: Path) -> tuple[int, list[str]]:
-    done = subprocess.run([sys.executable, LINTER, path], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, LINTER, path], capture_output=True, text=True, check=False
+    )
     assert not done.stderr
     return done.returncode, [line.removeprefix(f"{path}:") for line in done.stdout.splitlines()]
 
@@ -65,7 +67,10 @@ def test_a_pattern_of_ours_is_found_and_plain_english_is_not(tmp_path):
     status, found = lint(page)
     assert status == 1
     assert [line.split("'")[1] for line in found] == [*PATTERNS.values()]
-    page.write_text("The training loop runs each training step. A step before the first one follows the setup.\n")
+    page.write_text(
+        "The training loop runs each training step. A step before the first one follows the "
+        "setup.\n"
+    )
     assert lint(page) == (0, [])
 
 

@@ -1,4 +1,6 @@
-"""What a run records of its environment by rule: options, flags, packages, and how torch was built."""
+"""What a run records of its environment by rule: options, flags, packages,
+and how torch was built.
+"""
 
 import importlib
 import subprocess
@@ -15,7 +17,7 @@ import torch
 
 from det_callbacks.environment import capture
 from det_callbacks.environment.capture import capture_environment
-from det_callbacks.runs.environment import DEFAULT, EnvironmentEntry, compare_environments
+from det_callbacks.runs.manifest import DEFAULT, EnvironmentEntry, compare_environments
 from det_callbacks.settings import enforce_determinism
 
 
@@ -28,7 +30,11 @@ def test_options_of_the_compiler_that_the_program_changed_are_choices():
     functorch = pytest.importorskip("torch._functorch.config")
     dynamo = pytest.importorskip("torch._dynamo.config")
     before = capture_environment()
-    changed = {"epilogue_fusion": not inductor.epilogue_fusion, "triton.max_tiles": 3, "debug": True}
+    changed = {
+        "epilogue_fusion": not inductor.epilogue_fusion,
+        "triton.max_tiles": 3,
+        "debug": True,
+    }
     others = functorch.patch(functionalize_rng_ops=True), dynamo.patch(capture_scalar_outputs=True)
     with inductor.patch(changed), others[0], others[1]:
         found = compare_environments(before, capture_environment())
@@ -39,16 +45,23 @@ def test_options_of_the_compiler_that_the_program_changed_are_choices():
         "option.torch._inductor.config.epilogue_fusion": (DEFAULT, True, False),
         "option.torch._inductor.config.triton.max_tiles": (DEFAULT, True, False),
     }
-    with enforce_determinism({"deterministic_algorithms": "disabled", "inductor_max_autotune": True}):
-        assert not any(name.startswith("option.") for name in capture_environment())  # recorded as a setting
+    with enforce_determinism(
+        {"deterministic_algorithms": "disabled", "inductor_max_autotune": True}
+    ):
+        # recorded as a setting
+        assert not any(name.startswith("option.") for name in capture_environment())
 
 
 def test_no_option_is_read_by_importing_the_compiler_and_what_only_we_import_does_not_act(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys, det_callbacks.runs.store\nfrom det_callbacks.environment.capture import capture_environment\n"
-        "before = {*sys.modules}\nfound = capture_environment()\nassert not found['package.pyarrow'].changes_bits\n"
-        "assert not [name for name in {*sys.modules} - before if 'inductor' in name or 'dynamo' in name]\n"
+        "import sys, det_callbacks.runs.store\n"
+        "from det_callbacks.environment.capture import capture_environment\n"
+        "before = {*sys.modules}\n"
+        "found = capture_environment()\n"
+        "assert not found['package.pyarrow'].changes_bits\n"
+        "assert not [name for name in {*sys.modules} - before if 'inductor' in name or 'dynamo' in "
+        "name]\n"
     )
     subprocess.run([sys.executable, script], check=True, timeout=200)
 
@@ -60,7 +73,9 @@ def switch(owner: Any, name: str, value: Any) -> Any:
         had, before = name in vars(owner), getattr(owner, name)
         setattr(owner, name, value)
         is_descriptor = not had and name not in vars(owner)
-        return lambda: setattr(owner, name, before) if had or is_descriptor else delattr(owner, name)
+        return lambda: (
+            setattr(owner, name, before) if had or is_descriptor else delattr(owner, name)
+        )
 
     return change
 
@@ -78,16 +93,41 @@ BACKENDS = torch.backends
 FLAGS: dict[str, tuple[Any, Any, Any, bool]] = {
     "mkldnn.enabled": (switch(BACKENDS.mkldnn, "enabled", False), True, False, True),
     "mkldnn.deterministic": (switch(BACKENDS.mkldnn, "deterministic", True), False, True, True),
-    "mkldnn.matmul.fp32_precision": (switch(BACKENDS.mkldnn.matmul, "fp32_precision", "ieee"), "none", "ieee", True),
-    "mha.get_fastpath_enabled": (call(BACKENDS.mha.set_fastpath_enabled, False, True), True, False, True),
-    "cuda.flash_sdp_enabled": (call(BACKENDS.cuda.enable_flash_sdp, False, True), True, False, True),
+    "mkldnn.matmul.fp32_precision": (
+        switch(BACKENDS.mkldnn.matmul, "fp32_precision", "ieee"),
+        "none",
+        "ieee",
+        True,
+    ),
+    "mha.get_fastpath_enabled": (
+        call(BACKENDS.mha.set_fastpath_enabled, False, True),
+        True,
+        False,
+        True,
+    ),
+    "cuda.flash_sdp_enabled": (
+        call(BACKENDS.cuda.enable_flash_sdp, False, True),
+        True,
+        False,
+        True,
+    ),
     "cuda.matmul.allow_fp16_accumulation": (
         *(switch(BACKENDS.cuda.matmul, "allow_fp16_accumulation", True), False, True, False),
     ),
     "cuda.preferred_linalg_library": (
-        *(call(BACKENDS.cuda.preferred_linalg_library, "magma", "default"), "Default", "Magma", False),
+        *(
+            call(BACKENDS.cuda.preferred_linalg_library, "magma", "default"),
+            "Default",
+            "Magma",
+            False,
+        ),
     ),
-    "opt_einsum.strategy": (switch(BACKENDS.opt_einsum, "strategy", "greedy"), DEFAULT, "greedy", True),
+    "opt_einsum.strategy": (
+        switch(BACKENDS.opt_einsum, "strategy", "greedy"),
+        DEFAULT,
+        "greedy",
+        True,
+    ),
 }
 
 
@@ -109,23 +149,31 @@ def test_each_flag_of_torch_backends_is_a_choice(name, monkeypatch):
 
 
 def package(folder: Path, name: str, source: str, *files: str) -> None:
-    """Write an installed package, with metadata, whose name differs from that of its import by a dash."""
+    """Write an installed package, with metadata, whose name differs from
+    that of its import by a dash.
+    """
     (folder / name).mkdir(parents=True)
     (folder / name / "__init__.py").write_text(source)
     for file in files:
         (folder / name / file).write_bytes(b"")
     about = folder / f"{name}-1.2.dist-info"
     about.mkdir()
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 1.2\n")
+    (about / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 1.2\n"
+    )
 
 
-def test_packages_with_kernels_and_those_that_the_program_imports_are_recorded(tmp_path, monkeypatch):
+def test_packages_with_kernels_and_those_that_the_program_imports_are_recorded(
+    tmp_path, monkeypatch
+):
     installed = tmp_path / "site-packages"
     package(installed, "some_kernels", "import torch")
     package(installed, "by_name", "")
     package(installed, "pure_and_unused", "")
     (installed / "versioned").mkdir()
-    (installed / "versioned" / "__init__.py").write_text("import pure_and_unused\n__version__ = '3'\n")
+    (installed / "versioned" / "__init__.py").write_text(
+        "import pure_and_unused\n__version__ = '3'\n"
+    )
     program = tmp_path / "project" / "model_of_mine.py"
     program.parent.mkdir()
     imports = "import some_kernels\nfrom by_name import __name__\n"
@@ -147,9 +195,16 @@ def test_packages_with_kernels_and_those_that_the_program_imports_are_recorded(t
     assert compare_environments(before, after) == (), "the code says what it imports"
     other = {**after, "package.some_kernels": entry("1.3")}
     (difference,) = compare_environments(after, other)
-    assert (difference.name, difference.reference, difference.current) == ("package.some_kernels", "1.2", "1.3")
+    assert (difference.name, difference.reference, difference.current) == (
+        "package.some_kernels",
+        "1.2",
+        "1.3",
+    )
     # native code that uses neither torch nor NumPy
-    for name, file in (("only_native", "__init__.py"), ("only_native.core", f"core{EXTENSION_SUFFIXES[0]}")):
+    for name, file in (
+        ("only_native", "__init__.py"),
+        ("only_native.core", f"core{EXTENSION_SUFFIXES[0]}"),
+    ):
         module = ModuleType(name)
         version = torch.torch_version.TorchVersion("4")
         module.__dict__.update(__file__=str(installed / "only_native" / file), __version__=version)
@@ -179,5 +234,11 @@ def test_how_torch_was_built_differs_by_its_parts_if_the_version_is_the_same():
     assert (difference.name, difference.current) == ("torch.build.BLAS_INFO", "open")
     newer = {**other, "torch.version": entry("9.0")}
     assert [one.name for one in compare_environments(here, newer)] == ["torch.version"]
-    older = {name: one for name, one in here.items() if not name.startswith(("torch.build.", "torch.backends."))}
-    assert compare_environments(older, here) == (), "an earlier version of det_callbacks recorded none"
+    older = {
+        name: one
+        for name, one in here.items()
+        if not name.startswith(("torch.build.", "torch.backends."))
+    }
+    assert compare_environments(older, here) == (), (
+        "an earlier version of det_callbacks recorded none"
+    )

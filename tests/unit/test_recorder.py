@@ -5,7 +5,16 @@ import weakref
 import pytest
 import torch
 from torch import Tensor, nn
-from tracing import assert_same, digests_by_name, position_of, reads_of, site_of, step_of, traced, with_role
+from tracing import (
+    assert_same,
+    digests_by_name,
+    position_of,
+    reads_of,
+    site_of,
+    step_of,
+    traced,
+    with_role,
+)
 
 from det_callbacks.digest.components import digest_output, digest_tensor
 from det_callbacks.errors import SelectionError
@@ -38,12 +47,17 @@ def test_what_runs_between_pause_and_go_on_is_left_out():
         mode.unpause()
         total.cos()
     sites = mode.trace.program.sites
-    assert [site.op for site in sites if site.role == "output"] == ["aten.ones.default", "aten.cos.default"]
+    assert [site.op for site in sites if site.role == "output"] == [
+        "aten.ones.default",
+        "aten.cos.default",
+    ]
     with mode:
         mode.pause()
     with mode:
         torch.ones(2)
-    assert [site.op for site in mode.trace.program.sites if site.role == "output"] == ["aten.ones.default"]
+    assert [site.op for site in mode.trace.program.sites if site.role == "output"] == [
+        "aten.ones.default"
+    ]
 
 
 def test_what_is_skipped_is_counted():
@@ -56,7 +70,12 @@ def test_what_is_skipped_is_counted():
         torch.zeros(2, device="meta").add_(1)
 
     trace = traced(body)
-    assert trace.program.ops_skipped == {"view": 2, "uninitialised": 1, "no_tensors": 2, "no_data": 2}
+    assert trace.program.ops_skipped == {
+        "view": 2,
+        "uninitialised": 1,
+        "no_tensors": 2,
+        "no_data": 2,
+    }
     assert (trace.program.ops_digested, trace.program.ops_seen) == (3, 3 + 2 + 1 + 2 + 2)
     ops = [site.op.removeprefix("aten.") for site in with_role(trace, "output")]
     assert ops == ["ones.default", "fill_.Scalar", "sum.default"]
@@ -85,7 +104,9 @@ def test_each_tensor_that_a_fused_op_writes_is_a_site_with_its_name():
 
     _, trace = (step_of(mode, body) for _ in range(2))  # the first makes the optimizer's state
     digests = zip(trace.program.sites, trace.digests.tolist(), strict=True)
-    written = {site.name: digest for site, digest in digests if site.op == "aten._fused_adamw_.default"}
+    written = {
+        site.name: digest for site, digest in digests if site.op == "aten._fused_adamw_.default"
+    }
     state = digests_by_name(trace, "state")
     for of in ("", "exp_avg of ", "exp_avg_sq of "):
         for name in (f"{of}weight", f"{of}bias"):
@@ -104,9 +125,14 @@ def test_lists_are_read_and_written_element_by_element():
     assert reads_of(trace, "_foreach_add_.Scalar", 0) == ["ones.default"]
     assert reads_of(trace, "_foreach_add_.Scalar", 1) == ["zeros.default"]
     assert reads_of(trace, "_foreach_mul.Tensor", 1) == ["_foreach_add_.Scalar", "full.default"]
-    assert position_of(trace, "_foreach_add_.Scalar", 1) in site_of(trace, "_foreach_mul.Tensor", 1).inputs
+    assert (
+        position_of(trace, "_foreach_add_.Scalar", 1)
+        in site_of(trace, "_foreach_mul.Tensor", 1).inputs
+    )
     assert reads_of(trace, "_foreach_copy_.default", 1) == ["ones.default"]
-    assert site_of(trace, "sum.default").inputs == (position_of(trace, "_foreach_copy_.default", 1),)
+    assert site_of(trace, "sum.default").inputs == (
+        position_of(trace, "_foreach_copy_.default", 1),
+    )
 
 
 def test_passed_generators_are_read_and_keep_apart():
@@ -119,7 +145,11 @@ def test_passed_generators_are_read_and_keep_apart():
 
     trace = traced(body)
     assert {site.phase for site in with_role(trace, "generator")} == {"rng"}
-    rows = [position for position, site in enumerate(trace.program.sites) if site.name == "generator on cpu"]
+    rows = [
+        position
+        for position, site in enumerate(trace.program.sites)
+        if site.name == "generator on cpu"
+    ]
     first_draw = position_of(trace, "rand.generator", 0)
     assert [trace.program.sites[row].inputs for row in rows] == [(), (), (rows[0], first_draw)]
     assert len({int(trace.digests[row]) for row in rows}) == 3
@@ -156,7 +186,9 @@ def test_a_step_keeps_no_tensor_alive_and_gives_addresses_back():
         references = [weakref.ref(x), weakref.ref(y)]
         address = x.untyped_storage()._cdata
         del x, y
-        assert address not in {one.untyped_storage()._cdata for one in [torch.zeros(1000) for _ in range(40)]}
+        assert address not in {
+            one.untyped_storage()._cdata for one in [torch.zeros(1000) for _ in range(40)]
+        }
         gc.collect()
         assert [reference() for reference in references] == [None, None]
         assert mode.recorder.step.ledger.pins
@@ -167,8 +199,8 @@ def test_a_step_keeps_no_tensor_alive_and_gives_addresses_back():
 
 @pytest.mark.parametrize("is_strange", [False, True])
 def test_what_is_kept_from_step_to_step_is_bounded(monkeypatch, is_strange):
-    monkeypatch.setattr("det_callbacks.trace.op.layouts.MAX_ENTRIES", 50)
-    monkeypatch.setattr("det_callbacks.trace.op.call_graph.MAX_BYTES", 400_000)
+    monkeypatch.setattr("det_callbacks.trace.components.MAX_ENTRIES", 50)
+    monkeypatch.setattr("det_callbacks.trace.call_graph.MAX_BYTES", 400_000)
     mode = HashMode()
     x = torch.ones(130)
 
@@ -201,7 +233,9 @@ def test_an_efficient_zero_tensor_has_no_memory_to_look_at():
 
 @pytest.mark.parametrize("argument", ["modules", "phases"])
 def test_a_lone_name_is_no_list_of_them(argument):
-    with pytest.raises(SelectionError, match=rf"{argument} must be a list of strings; got the string 'forward'"):
+    with pytest.raises(
+        SelectionError, match=rf"{argument} must be a list of strings; got the string 'forward'"
+    ):
         HashMode(nn.Linear(2, 2), **{argument: "forward"})  # type: ignore[arg-type]
 
 
@@ -250,7 +284,9 @@ def test_an_exception_after_an_op_leaves_nothing_in_the_next_step():
 @pytest.mark.parametrize("level", ["module", "op"])
 def test_gradients_of_module_outputs_are_recorded_where_only_the_backward_pass_is(level):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    trace = traced(lambda: model(torch.ones(3, 2)).sum().backward(), model, level=level, phases=("backward",))
+    trace = traced(
+        lambda: model(torch.ones(3, 2)).sum().backward(), model, level=level, phases=("backward",)
+    )
     names = {(site.phase, site.module, site.name) for site in trace.program.sites}
     assert {("backward", "0", "grad of output"), ("backward", "1", "grad of output")} <= names
     assert not any(phase == "forward" and name == "output" for phase, _, name in names)

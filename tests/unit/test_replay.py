@@ -1,4 +1,6 @@
-"""Saving tensors to put them back, or to keep them: on the host, and on a device that yields at the step's end."""
+"""Saving tensors to put them back, or to keep them: on the host,
+and on a device that yields at the step's end.
+"""
 
 import json
 from array import array
@@ -42,10 +44,9 @@ from det_callbacks.tensors.files import (
     common_elements,
     tensor_path,
 )
-from det_callbacks.tensors.keep import Keeper
-from det_callbacks.tensors.replay import Replay
+from det_callbacks.tensors.replay import Keeper, Replay
 from det_callbacks.trace.hash_mode import HashMode
-from det_callbacks.trace.op.deferred_sites import DeferredSites
+from det_callbacks.trace.sites import DeferredSites
 from det_callbacks.verdict import Divergence
 
 PLACE = StepPlace(run_id="run", rank=0, segment=0, step=12)
@@ -105,10 +106,13 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 )
 def test_any_bits_come_back(tmp_path_factory, dtype, shape, layout, is_late, seed):
     folder = tmp_path_factory.mktemp("replay")
-    original, live, apart = (LAYOUTS[layout](of_bits(dtype, *shape, seed=seed + more)) for more in (0, 1, 2))
+    original, live, apart = (
+        LAYOUTS[layout](of_bits(dtype, *shape, seed=seed + more)) for more in (0, 1, 2)
+    )
     wanted, differed = digest_tensor(original), digest_tensor(original) != digest_tensor(live)
     before = live.stride(), live._version, live.data_ptr(), digest_tensor(apart)
-    is_number = dtype.is_floating_point or dtype.is_complex  # of a gradient, and torch cannot clone the others
+    # of a gradient, and torch cannot clone the others
+    is_number = dtype.is_floating_point or dtype.is_complex
     with late_device() if is_late else nullcontext() as device:
         saving = saver(folder)
         with step_on(device) as deferred:
@@ -138,11 +142,17 @@ FREED.untyped_storage().resize_(0)
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: torch.quantize_per_tensor(torch.randn(4, 3), 0.1, 3, torch.quint8), "is quantised"),
+        (
+            lambda: torch.quantize_per_tensor(torch.randn(4, 3), 0.1, 3, torch.quint8),
+            "is quantised",
+        ),
         (lambda: torch.eye(3).to_sparse(), "layout sparse_coo"),
         (lambda: torch.ones(4, 4).to_mkldnn(), "layout _mkldnn"),
         (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "is nested"),
-        (lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged), "is made of 2 tensors"),
+        (
+            lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
+            "is made of 2 tensors",
+        ),
         (lambda: torch.ones(2, dtype=torch.complex64).conj(), "is a lazy view"),
         (lambda: torch._neg_view(torch.ones(2)), "is a lazy view"),
         (lambda: torch.ones(2, device="meta"), "holds no data"),
@@ -165,7 +175,9 @@ def test_a_shard_comes_back(tmp_path):
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
-        original, live, apart = (DTensor.from_local(torch.randn(3), mesh, [Shard(0)]) for _ in range(3))
+        original, live, apart = (
+            DTensor.from_local(torch.randn(3), mesh, [Shard(0)]) for _ in range(3)
+        )
         local = live.to_local()
         save(tmp_path, original)
         reader(tmp_path).exchange(KEY, live, op="op", deferred=None)
@@ -179,7 +191,12 @@ def test_a_shard_comes_back(tmp_path):
 
 def test_autograd_goes_on_with_the_bits_put_back(tmp_path):
     weight = nn.Parameter(torch.ones(3))
-    save(tmp_path, torch.tensor([2.0, 3.0, 4.0]), torch.full((3,), 5.0), torch.tensor([1.0, 2.0]).expand(3, 2))
+    save(
+        tmp_path,
+        torch.tensor([2.0, 3.0, 4.0]),
+        torch.full((3,), 5.0),
+        torch.tensor([1.0, 2.0]).expand(3, 2),
+    )
     replaying = reader(tmp_path)
     out = torch.exp(weight)  # autograd saves the output
     before = (out._version, out.grad_fn, out.requires_grad)
@@ -189,7 +206,8 @@ def test_autograd_goes_on_with_the_bits_put_back(tmp_path):
     assert torch.equal(weight.grad, torch.tensor([2.0, 3.0, 4.0]))
     view = weight.detach()
     (weight * weight).sum().backward()
-    replaying.exchange("1", weight, op="op", deferred=None)  # a leaf that requires grad, where it lies
+    # a leaf that requires grad, where it lies
+    replaying.exchange("1", weight, op="op", deferred=None)
     assert (view.tolist(), weight.is_leaf) == ([5.0] * 3, True)
     with torch.inference_mode():
         live = torch.ones(3)
@@ -220,7 +238,11 @@ def test_what_was_not_saved_or_does_not_fit_is_an_error(tmp_path):
         ("four", torch.ones(3), "no tensor 'four'; it has 'one', 'two'"),
         ("three", torch.ones(3), "no tensor 'three'"),
         ("two", 0.1, "no plain value 'two'"),
-        ("one", torch.ones(4), r"'one' does not fit: it is float32 \[3\] and the live tensor is float32 \[4\]"),
+        (
+            "one",
+            torch.ones(4),
+            r"'one' does not fit: it is float32 \[3\] and the live tensor is float32 \[4\]",
+        ),
         ("one", torch.ones(3, dtype=torch.float64), "step-000000012.safetensors.*float64"),
     ):
         replaying = reader(tmp_path)
@@ -238,8 +260,13 @@ def test_what_was_not_saved_or_does_not_fit_is_an_error(tmp_path):
 def test_every_damaged_byte_and_another_version_are_found(tmp_path, monkeypatch):
     path = save(tmp_path, torch.randn(8))
     content = path.read_bytes()
-    damaged = [content[:at] + bytes([content[at] ^ 0x11]) + content[at + 1 :] for at in range(0, len(content), 3)]
-    damaged += [content[:length] for length in (0, 7, 8, len(content) // 2, len(content) - 1)] + [content + b"\0"]
+    damaged = [
+        content[:at] + bytes([content[at] ^ 0x11]) + content[at + 1 :]
+        for at in range(0, len(content), 3)
+    ]
+    damaged += [content[:length] for length in (0, 7, 8, len(content) // 2, len(content) - 1)] + [
+        content + b"\0"
+    ]
     for other in damaged:
         path.write_bytes(other)
         with pytest.raises(ReferenceFormatError, match="step-000000012"):
@@ -247,7 +274,8 @@ def test_every_damaged_byte_and_another_version_are_found(tmp_path, monkeypatch)
     path.write_bytes(content)
     monkeypatch.setattr("det_callbacks.tensors.files.TENSORS_FORMAT_VERSION", 3)
     with pytest.raises(
-        ReferenceFormatError, match=r"step-000000012.*its format version is 1, but this version reads 3"
+        ReferenceFormatError,
+        match=r"step-000000012.*its format version is 1, but this version reads 3",
     ):
         reader(tmp_path).exchange(KEY, torch.randn(8), op="op", deferred=None)
 
@@ -321,7 +349,10 @@ def test_what_cannot_be_copied_or_written_is_left_out_and_said(tmp_path, monkeyp
     trace(keeping, lambda: torch.ones(3, 3).to_sparse())
     assert (keeping.counts.num_tensors, keeping.counts.num_missing) == (1, 1)
     assert "has the layout sparse_coo, so its bits cannot be saved" in keeping.counts.reason
-    for name, error in (("keep.copy_bits", torch.OutOfMemoryError()), ("files.StepWriter.write", WriteError("full"))):
+    for name, error in (
+        ("keep.copy_bits", torch.OutOfMemoryError()),
+        ("files.StepWriter.write", WriteError("full")),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(f"det_callbacks.tensors.{name}", mock.Mock(side_effect=error))
             trace(keeping, lambda: torch.ones(2))
@@ -329,9 +360,14 @@ def test_what_cannot_be_copied_or_written_is_left_out_and_said(tmp_path, monkeyp
 
 
 def test_replay_saves_whole_tensors_within_the_budget_of_a_step(tmp_path):
-    replay = Replay(StepWriter(stream_path(tmp_path / "run", 0, 0, 0), REPLAY, run_id="run"), TensorBudget(0.002))
+    replay = Replay(
+        StepWriter(stream_path(tmp_path / "run", 0, 0, 0), REPLAY, run_id="run"),
+        TensorBudget(0.002),
+    )
     replay.exchange("key", torch.ones(256), op="op", deferred=None)  # a half of the budget
-    with pytest.raises(ReplayError, match=r"save 0\.00338 MiB with op, and tensor_budget_mib is 0\.002\."):
+    with pytest.raises(
+        ReplayError, match=r"save 0\.00338 MiB with op, and tensor_budget_mib is 0\.002\."
+    ):
         replay.exchange("more", torch.ones(629), op="op", deferred=None)
     replay.begin(None)
     replay.exchange("each step has it for itself", torch.ones(512), op="op", deferred=None)
@@ -344,7 +380,9 @@ def kept_in(folder: Path, step: int = 0) -> dict[str, SavedTensor]:
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["host", "late"])
-def test_above_the_budget_the_same_even_sample_of_elements_is_kept_with_statistics_of_all(tmp_path, is_late):
+def test_above_the_budget_the_same_even_sample_of_elements_is_kept_with_statistics_of_all(
+    tmp_path, is_late
+):
     values = torch.randn(3, 1000)
     values[1, 7] = torch.nan
 
@@ -368,7 +406,10 @@ def test_above_the_budget_the_same_even_sample_of_elements_is_kept_with_statisti
     assert (whole, some, few) == ([1, 1, 1], [4, 4, 1], [32, 32, 1])
     for one, other in ((8.0, 0.008), (0.008, 0.001), (8.0, 0.001)):
         for ours, theirs in zip(kept[one], kept[other], strict=True):
-            assert (ours.shape, ours.options["statistics"]) == (theirs.shape, theirs.options["statistics"])
+            assert (ours.shape, ours.options["statistics"]) == (
+                theirs.shape,
+                theirs.options["statistics"],
+            )
             left, right = common_elements(ours, theirs)
             assert right is theirs
             assert left.bits.tobytes() == right.bits.tobytes()
@@ -389,7 +430,9 @@ def test_an_op_inside_a_compiled_region_is_kept_too(tmp_path):
     with HashMode():
         compiled(torch.ones(2, 4))  # compiled before what is kept
     trace(keeper(tmp_path / "run", "det_tests.twice.default"), lambda: compiled(torch.ones(2, 4)))
-    assert_kept(tmp_path / "run", replace(ADD, op="det_tests.twice.default"), torch.full((2, 4), 2.0))
+    assert_kept(
+        tmp_path / "run", replace(ADD, op="det_tests.twice.default"), torch.full((2, 4), 2.0)
+    )
 
 
 def test_patterns_that_nobody_could_have_asked_for_are_damage(tmp_path):

@@ -1,4 +1,6 @@
-"""The file that repeats a saved call: it computes what the recorded call computed, or says why it cannot."""
+"""The file that repeats a saved call: it computes what the recorded call computed,
+or says why it cannot.
+"""
 
 import hashlib
 import json
@@ -19,12 +21,18 @@ from det_callbacks.cli.repro import Repro, make_repro
 from det_callbacks.runs.program import Site
 from det_callbacks.tensors.calls import CallCapture
 
-SETTINGS = {"num_threads": 1, "deterministic_algorithms": "disabled", "float32_matmul_precision": "highest"}
+SETTINGS = {
+    "num_threads": 1,
+    "deterministic_algorithms": "disabled",
+    "float32_matmul_precision": "highest",
+}
 X = torch.arange(24.0).reshape(4, 6).sin()
 INDEX = torch.tensor([0, 2, 2, 1])
 
 
-def capture(function: Callable[[], Any], op: str, path: Path, *, phase: str = "forward", number: int = 0) -> list[Site]:
+def capture(
+    function: Callable[[], Any], op: str, path: Path, *, phase: str = "forward", number: int = 0
+) -> list[Site]:
     """Save a call of an op in what a function does, and return the sites."""
     wanted = {"phase": phase, "module": "", "op": op, "occurrence": number, "path": str(path)}
     capture = CallCapture(json.dumps(wanted), 16)
@@ -40,7 +48,9 @@ def capture(function: Callable[[], Any], op: str, path: Path, *, phase: str = "f
 
 @pytest.fixture
 def repeat(tmp_path: Path, monkeypatch: Any, capsys: Any) -> Callable[[], tuple[Repro, list[str]]]:
-    """Write and run the file in this process; return what was made, and the digests of its results."""
+    """Write and run the file in this process; return what was made,
+    and the digests of its results.
+    """
     digests: list[list[str]] = []
 
     def run(python: str, path: Path) -> "subprocess.CompletedProcess[str]":
@@ -66,13 +76,18 @@ def repeat(tmp_path: Path, monkeypatch: Any, capsys: Any) -> Callable[[], tuple[
     monkeypatch.chdir(tmp_path)
 
     def made() -> tuple[Repro, list[str]]:
-        return make_repro(tmp_path / "call", tmp_path / "repro", settings=SETTINGS, python=""), digests[-1]
+        return make_repro(
+            tmp_path / "call", tmp_path / "repro", settings=SETTINGS, python=""
+        ), digests[-1]
 
     return made
 
 
 def digest(*tensors: Tensor) -> list[str]:
-    content = b"".join(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes() for tensor in tensors)
+    content = b"".join(
+        tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        for tensor in tensors
+    )
     return [hashlib.sha256(content).hexdigest()]
 
 
@@ -123,7 +138,11 @@ def test_the_file_computes_what_the_call_computed(name, tmp_path, repeat):
 
 
 BACKWARDS: dict[str, tuple[str, str, Callable[[Tensor], Tensor]]] = {
-    "index": ("aten.index_put.default", "torch.ops.aten.index.Tensor(self, [indices_0])", lambda x: x[INDEX]),
+    "index": (
+        "aten.index_put.default",
+        "torch.ops.aten.index.Tensor(self, [indices_0])",
+        lambda x: x[INDEX],
+    ),
     "embedding": (
         "aten.embedding_dense_backward.default",
         "torch.ops.aten.embedding.default(weight, indices)",
@@ -141,7 +160,9 @@ BACKWARDS: dict[str, tuple[str, str, Callable[[Tensor], Tensor]]] = {
 def test_a_backward_op_is_called_through_its_forward_op(name, tmp_path, repeat):
     op, called, function = BACKWARDS[name]
     leaf = X.clone().requires_grad_()
-    capture(lambda: (function(leaf) * X[:4]).sum().backward(), op, tmp_path / "call", phase="backward")
+    capture(
+        lambda: (function(leaf) * X[:4]).sum().backward(), op, tmp_path / "call", phase="backward"
+    )
     made, found = repeat()
     assert f"    result = {called}\n" in made.path.read_text()
     assert found == digest(leaf.grad)
@@ -175,7 +196,11 @@ def test_the_call_that_is_saved_is_the_one_that_was_wanted(number, tmp_path, rep
     ("function", "op", "why"),
     [
         (lambda: X.to_sparse().sum(), "aten.sum.default", "sparse"),
-        (lambda: torch.rand(3, generator=torch.Generator().manual_seed(0)), "aten.rand.generator", "is a generator"),
+        (
+            lambda: torch.rand(3, generator=torch.Generator().manual_seed(0)),
+            "aten.rand.generator",
+            "is a generator",
+        ),
     ],
 )
 def test_what_cannot_be_repeated_is_said(function, op, why, tmp_path, repeat):
@@ -196,7 +221,9 @@ def total(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.slow
-def test_the_file_tells_how_many_results_there_are_and_how_far_they_are_apart(tmp_path, monkeypatch):
+def test_the_file_tells_how_many_results_there_are_and_how_far_they_are_apart(
+    tmp_path, monkeypatch
+):
     """As a user runs it: an op of another library, whose module the user names."""
     (tmp_path / "racing.py").write_text(RACING)
     monkeypatch.syspath_prepend(tmp_path)
@@ -205,7 +232,10 @@ def test_the_file_tells_how_many_results_there_are_and_how_far_they_are_apart(tm
     x = torch.randn(2000, generator=torch.Generator().manual_seed(0))
     capture(lambda: racing.total(x), "racing.sum.default", tmp_path / "call")
     made = make_repro(tmp_path / "call", tmp_path / "repro", settings=SETTINGS, python="")
-    assert made.text == "racing.sum.default is not an op of torch: name the module that registers it in MODULES"
+    assert (
+        made.text
+        == "racing.sum.default is not an op of torch: name the module that registers it in MODULES"
+    )
 
     def run(*options: str) -> "subprocess.CompletedProcess[str]":
         words = [sys.executable, "-W", "ignore", str(made.path), *options]

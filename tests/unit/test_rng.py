@@ -1,4 +1,6 @@
-"""Random generators: what is read is what is put back, whichever it is; those of devices are stood in for."""
+"""Random generators: what is read is what is put back, whichever it is;
+those of devices are stood in for.
+"""
 
 import functools
 import itertools
@@ -16,7 +18,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from det_callbacks import DeterminismSettings, HashMode, enforce_determinism
-from det_callbacks.digest.device.triton_digest import Choice
+from det_callbacks.digest.triton_digest import Choice
 from det_callbacks.environment.capture import capture_environment
 from det_callbacks.runs.program import after_step
 from det_callbacks.settings import generators as rng
@@ -29,9 +31,9 @@ from det_callbacks.settings.generators import (
     state_bytes,
     used_generators,
 )
-from det_callbacks.trace.state import generators as traced
-from det_callbacks.trace.state.generators import GeneratorLog, GeneratorReader, generator_of
-from det_callbacks.training.held_generators import MAX_ITEMS, find_generators
+from det_callbacks.trace import generators as traced
+from det_callbacks.trace.generators import GeneratorLog, GeneratorReader, generator_of
+from det_callbacks.training.loading import MAX_ITEMS, find_generators
 
 
 class StandInGenerator(Generator):
@@ -50,7 +52,9 @@ class StandInGenerator(Generator):
 
     def get_state(self) -> Tensor:
         assert not self.devices.is_capturing, "CUDA raises"
-        return torch.frombuffer(bytearray(struct.pack("<Qq", self.seed, self.offset)), dtype=torch.uint8)
+        return torch.frombuffer(
+            bytearray(struct.pack("<Qq", self.seed, self.offset)), dtype=torch.uint8
+        )
 
     def set_state(self, state: Tensor) -> None:
         assert (self.devices.is_capturing, state.dtype) == (False, torch.uint8), "CUDA raises"
@@ -62,25 +66,34 @@ class StandInGenerator(Generator):
 
 
 class StandInDevices:
-    """What torch tells of the CUDA devices of a process, and the generators that it has for them."""
+    """What torch tells of the CUDA devices of a process,
+    and the generators that it has for them.
+    """
 
-    def __init__(self, num_devices: int, *, contexts: Sequence[int] = (0,), current: int = 0) -> None:
+    def __init__(
+        self, num_devices: int, *, contexts: Sequence[int] = (0,), current: int = 0
+    ) -> None:
         self.generators = tuple(StandInGenerator(self, index) for index in range(num_devices))
         self.contexts = set(contexts)  # indices of the devices with a context
         self.current = current
         self.is_initialized = True  # the process has used CUDA
         self.is_capturing = False  # a CUDA graph: states can neither be read nor set
-        self.queued: list[tuple[Any, ...]] = []  # what torch was asked to do once CUDA is initialised
+        # what torch was asked to do once CUDA is initialised
+        self.queued: list[tuple[Any, ...]] = []
 
     def install(self, monkeypatch: Any) -> "StandInDevices":
-        """Put them in torch's place until the test ends; initialising and synchronising are errors."""
+        """Put them in torch's place until the test ends; initialising
+        and synchronising are errors.
+        """
         put = monkeypatch.setattr
         put(torch.cuda, "is_initialized", lambda: self.is_initialized)
         put(torch.cuda, "is_available", lambda: True)
         put(torch.cuda, "device_count", lambda: len(self.generators))
         put(torch.cuda, "default_generators", self.generators)
         put(torch.cuda, "current_device", lambda: self._is_used() and self.current)
-        put(torch.cuda, "is_current_stream_capturing", lambda: self._is_used() and self.is_capturing)
+        put(
+            torch.cuda, "is_current_stream_capturing", lambda: self._is_used() and self.is_capturing
+        )
         put(
             "det_callbacks.settings.generators.has_cuda_context",
             lambda index: self._is_used() and index in self.contexts,
@@ -104,13 +117,16 @@ class StandInDevices:
             generator.seed, generator.offset = seed, 0
 
     def _refuse(self, *_: object, **__: object) -> None:
-        raise AssertionError("CUDA is not to be initialised, nor waited for, on account of a generator")
+        raise AssertionError(
+            "CUDA is not to be initialised, nor waited for, on account of a generator"
+        )
 
 
 @pytest.fixture
 def cuda(monkeypatch: Any) -> StandInDevices:
     """Four devices, the current one with the index 1, and a context on 1 and 3."""
-    torch.backends.cudnn.version()  # a build with CUDA asks the devices at the first call of a process
+    # a build with CUDA asks the devices at the first call of a process
+    torch.backends.cudnn.version()
     return StandInDevices(4, contexts=(1, 3), current=1).install(monkeypatch)
 
 
@@ -139,16 +155,28 @@ def test_the_current_device_has_no_index_unused_ones_no_name_and_an_op_reads_tha
 ):
     homes, (_, own, _, other) = home_devices(), cuda.generators
     assert names() == ["torch.cuda", "torch.cuda:3"]
-    for device, name in (("cuda", "torch.cuda"), ("cuda:1", "torch.cuda"), ("cuda:3", "torch.cuda:3")):
-        assert generator_of((), {"device": torch.device(device)}, homes) == (name, other if "3" in name else own)
+    for device, name in (
+        ("cuda", "torch.cuda"),
+        ("cuda:1", "torch.cuda"),
+        ("cuda:3", "torch.cuda:3"),
+    ):
+        assert generator_of((), {"device": torch.device(device)}, homes) == (
+            name,
+            other if "3" in name else own,
+        )
     assert generator_of((torch.zeros(1),), {}, homes) == ("torch.cpu", torch.default_generator)
     cuda.current = 3  # a thread of the backward pass
     assert generator_of((), {"device": "cuda"}, homes) == ("torch.cuda:3", other)
     given = StandInGenerator(cuda, 3)
     assert generator_of((torch.zeros(1),), {"generator": other}, homes) == ("torch.cuda:3", other)
-    assert generator_of((torch.zeros(1),), {"generator": given}, homes) == ("generator on cuda", given)
+    assert generator_of((torch.zeros(1),), {"generator": given}, homes) == (
+        "generator on cuda",
+        given,
+    )
     assert (is_default(other), is_default(given)) == (True, False)
-    found = find_generators({"root": SimpleNamespace(own=other, given=given, cpu=torch.default_generator)})
+    found = find_generators(
+        {"root": SimpleNamespace(own=other, given=given, cpu=torch.default_generator)}
+    )
     assert found == {"root.given": given}
     assert names() == ["torch.cuda:1", "torch.cuda"]
     cuda.contexts.clear()
@@ -172,28 +200,50 @@ def test_those_of_xpu_and_of_a_mac_are_named_saved_and_put_back(monkeypatch):
 
 def test_what_an_op_draws_follows_from_the_state_of_its_own_device(cuda, monkeypatch):
     mode, indices = HashMode(), itertools.cycle((3, 1, 3))
-    monkeypatch.setattr(traced, "generator_on", lambda _: ("cuda", index := next(indices), cuda.generators[index]))
-    for current, own, other in ((1, "torch.cuda", "torch.cuda:3"), (3, "torch.cuda:1", "torch.cuda")):
+    monkeypatch.setattr(
+        traced, "generator_on", lambda _: ("cuda", index := next(indices), cuda.generators[index])
+    )
+    for current, own, other in (
+        (1, "torch.cuda", "torch.cuda:3"),
+        (3, "torch.cuda:1", "torch.cuda"),
+    ):
         cuda.current = current
         with mode:
             for _ in range(3):
                 torch.bernoulli(torch.full((2,), 0.5))
         sites = mode.trace.program.sites
-        rows = [(index, site.name, site.inputs) for index, site in enumerate(sites) if "cuda" in str(site.name)]
+        rows = [
+            (index, site.name, site.inputs)
+            for index, site in enumerate(sites)
+            if "cuda" in str(site.name)
+        ]
         (of_1, _, _), (of_3, _, _), (again, _, _), *_ = rows
-        first, second, last = (at for at, site in enumerate(sites) if site.op == "aten.bernoulli.default")
+        first, second, last = (
+            at for at, site in enumerate(sites) if site.op == "aten.bernoulli.default"
+        )
         (again_1, _, _) = rows[3]
-        expected = [(own, ()), (other, ()), (other, (of_3,)), (own, (of_1,)), (other, (again, first))]
+        expected = [
+            (own, ()),
+            (other, ()),
+            (other, (of_3,)),
+            (own, (of_1,)),
+            (other, (again, first)),
+        ]
         ends = [(own, (again_1, second)), (other, (rows[4][0], last))]
         expected += [(after_step(name), inputs) for name, inputs in ends]
         assert [(name, inputs) for _, name, inputs in rows] == expected
 
 
 def test_seeds_are_noted_and_in_a_capture_nothing_is_read_nor_put_back(cuda):
-    ledger, unread = GeneratorLog(GeneratorReader()), ["torch.cuda", "torch.cuda:3", "noise on cuda"]
+    ledger, unread = (
+        GeneratorLog(GeneratorReader()),
+        ["torch.cuda", "torch.cuda:3", "noise on cuda"],
+    )
     ledger.mark("batch start", with_seeds=True)
     noted = {("generator", "torch.cpu")}
-    noted |= {(kind, f"torch.cuda{index}") for kind in ("generator", "seed") for index in ("", ":3")}
+    noted |= {
+        (kind, f"torch.cuda{index}") for kind in ("generator", "seed") for index in ("", ":3")
+    }
     assert noted <= {(row.kind, row.of) for row in ledger.take(0)}
     ledger.held = {"noise on cuda": StandInGenerator(cuda, 1)}
     readable = stored(GeneratorStates.capture(ledger.held))
@@ -206,7 +256,9 @@ def test_seeds_are_noted_and_in_a_capture_nothing_is_read_nor_put_back(cuda):
     assert unreadable.restore(ledger.held) == unread
 
 
-def test_each_device_gets_its_own_state_and_one_that_is_not_there_or_not_used_is_named(cuda, monkeypatch):
+def test_each_device_gets_its_own_state_and_one_that_is_not_there_or_not_used_is_named(
+    cuda, monkeypatch
+):
     cuda.generators[1].offset, cuda.generators[3].offset = 8, 12
     states = stored(GeneratorStates.capture())
     for num_devices, current, missing, offsets in (
@@ -226,7 +278,8 @@ def test_each_device_gets_its_own_state_and_one_that_is_not_there_or_not_used_is
 
 
 def test_rewinding_and_settings_leave_the_generators_as_they_were(cuda):
-    cuda.generators[2].offset = 8  # without a context: the op that is run again may be the first there
+    # without a context: the op that is run again may be the first there
+    cuda.generators[2].offset = 8
     point = RewindPoint()
     settings = DeterminismSettings(seed=3, cublas_workspace_config=None)
     for within, after in (
@@ -270,7 +323,10 @@ def test_a_generator_reads_as_zero_until_something_draws_from_it():
     reader, unbegun = GeneratorReader(), GeneratorReader()
     assert (reader.idle(), unbegun.read("numpy", np.random)) == (None, digest_generator(np.random))
     begun = reader.begin({"numpy", "torch.cpu"})
-    assert begun == {"numpy": digest_generator(np.random), "torch.cpu": digest_generator(torch.default_generator)}
+    assert begun == {
+        "numpy": digest_generator(np.random),
+        "torch.cpu": digest_generator(torch.default_generator),
+    }
     assert reader.idle() == ("numpy", "torch.cpu")
     assert reader.read("python", random) == digest_generator(random)
     assert reader.read("held", held) == digest_generator(held)  # it was not there at the beginning
@@ -281,7 +337,8 @@ def test_a_generator_reads_as_zero_until_something_draws_from_it():
     assert reader.read("numpy", np.random) == begun["numpy"]
     torch.rand(1)
     point.put_back()
-    assert reader.read("torch.cpu", torch.default_generator) == 0  # nobody saw it move, nor did a mark come between
+    # nobody saw it move, nor did a mark come between
+    assert reader.read("torch.cpu", torch.default_generator) == 0
 
 
 class OfItsOwn(random.Random):
@@ -310,11 +367,20 @@ def test_the_state_of_a_python_generator_is_what_getstate_tells(monkeypatch):
 
 
 def test_every_generator_goes_on_from_where_it_was_read():
-    own = [random.random, lambda: random.gauss(0, 1), np.random.rand, np.random.randn, lambda: torch.rand(()).item()]
+    own = [
+        random.random,
+        lambda: random.gauss(0, 1),
+        np.random.rand,
+        np.random.randn,
+        lambda: torch.rand(()).item(),
+    ]
     held = {f"held[{index}]": make() for index, (make, _) in enumerate(HELD)}
 
     def draw_all(held: dict[str, Any]) -> list[Any]:
-        return [*(draw() for draw in own), *(draw(held[f"held[{index}]"]) for index, (_, draw) in enumerate(HELD))]
+        return [
+            *(draw() for draw in own),
+            *(draw(held[f"held[{index}]"]) for index, (_, draw) in enumerate(HELD)),
+        ]
 
     draw_all(held)  # leaves a second normal number held back in Python's and NumPy's generators
     before = GeneratorStates.capture(held)
@@ -322,7 +388,12 @@ def test_every_generator_goes_on_from_where_it_was_read():
     first = draw_all(held)
     assert draw_all(held) != first
     now = GeneratorStates.capture(held).states
-    assert {name for name in now if now[name] != before.states[name]} == {"numpy", "python", "torch.cpu", *held}
+    assert {name for name in now if now[name] != before.states[name]} == {
+        "numpy",
+        "python",
+        "torch.cpu",
+        *held,
+    }
     others = {name: make() for name, (make, _) in zip(held, HELD, strict=True)}
     assert states.restore(others) == []
     assert draw_all(others) == first
@@ -337,9 +408,16 @@ def test_generators_are_found_wherever_an_object_keeps_them():
     module[1].noise = torch.Generator()
     listed, keyed, bound = [1, (random.Random(3),)], {"a": random.Random(4)}, random.Random(6)
     partial = functools.partial(print, random.Random(5))
-    root = SimpleNamespace(slotted=slotted, listed=listed, keyed=keyed, partial=partial, bound=bound.choice)
+    root = SimpleNamespace(
+        slotted=slotted, listed=listed, keyed=keyed, partial=partial, bound=bound.choice
+    )
     root.function, root.closure = lambda: inner.random(), lambda: outer[0].random()
-    root.module, root.own, root.system, root.itself = module, torch.default_generator, random.SystemRandom(), root
+    root.module, root.own, root.system, root.itself = (
+        module,
+        torch.default_generator,
+        random.SystemRandom(),
+        root,
+    )
     assert find_generators({"root": root}) == {
         "root.slotted.rng": slotted.rng,
         "root.listed[1][0]": listed[1][0],
@@ -350,6 +428,8 @@ def test_generators_are_found_wherever_an_object_keeps_them():
         "root.closure.outer[0]": outer[0],
         "root.module.1.noise": module[1].noise,
     }
-    root = SimpleNamespace(samples=[inner] * (MAX_ITEMS + 1), trainer=SimpleNamespace(rng=random.Random(1)))
+    root = SimpleNamespace(
+        samples=[inner] * (MAX_ITEMS + 1), trainer=SimpleNamespace(rng=random.Random(1))
+    )
     found = find_generators({"root": root}, left=(dict,))
     assert found == {"root.trainer.rng": root.trainer.rng}, "data is not searched"

@@ -19,15 +19,13 @@ from det_callbacks.errors import (
     WriteError,
 )
 from det_callbacks.runs import tables
-from det_callbacks.runs.disk import replace_atomically
-from det_callbacks.runs.files import table_path
+from det_callbacks.runs.files import replace_atomically, table_path
+from det_callbacks.runs.lock import put_in_place
 from det_callbacks.runs.manifest import Manifest, _digest, read_manifest, write_manifest
-from det_callbacks.runs.place import make_room
 from det_callbacks.runs.program import Layout, Program, SiteRow, TensorLayout
-from det_callbacks.runs.replacement import put_in_place
 from det_callbacks.runs.selection import Selection
-from det_callbacks.runs.source_text import write_source_text
-from det_callbacks.runs.store import Run
+from det_callbacks.runs.store import Run, make_room
+from det_callbacks.runs.tables import write_source_text
 from det_callbacks.verdict import as_json
 
 
@@ -89,13 +87,23 @@ def test_a_table_that_is_not_what_was_written_is_refused(tmp_path, kind, ours, t
         (whole.replace_schema_metadata({**metadata, b"format_version": b"1"}), "format version"),
         (whole.replace_schema_metadata(None), "format version"),
         (whole.append_column("more", pa.array([1, 2, 3])), "columns are not those of a run"),
-        (whole.set_column(0, whole.schema.field(0), pa.array([0, 2, 1], pa.int32())), "rows are not in order"),
+        (
+            whole.set_column(0, whole.schema.field(0), pa.array([0, 2, 1], pa.int32())),
+            "rows are not in order",
+        ),
     ]
     if kind == "programs":  # what its name leaves out
         other_lines = structs.replace(ours.sites[0], source=("train.py:42 in forward",))
-        ids = pa.array([SiteRow.of(other_lines).id, *(row.id for row in ours.rows[1:])], pa.uint64())
-        changes.append((whole.set_column(1, whole.schema.field("site"), ids), "its sites or counts"))
-        others = [{**metadata, b"counts": counts} for counts in (metadata[b"counts"].replace(b"6}", b"7}"), b"")]
+        ids = pa.array(
+            [SiteRow.of(other_lines).id, *(row.id for row in ours.rows[1:])], pa.uint64()
+        )
+        changes.append(
+            (whole.set_column(1, whole.schema.field("site"), ids), "its sites or counts")
+        )
+        others = [
+            {**metadata, b"counts": counts}
+            for counts in (metadata[b"counts"].replace(b"6}", b"7}"), b"")
+        ]
         changes += [(whole.replace_schema_metadata(other), "is damaged") for other in others]
     for changed, says in changes:
         pq.write_table(changed, path)
@@ -124,11 +132,15 @@ def test_a_site_that_is_not_what_its_file_says_or_is_in_none_is_refused(tmp_path
     at = whole.schema.get_field_index("module")
     for changed in (whole.set_column(at, whole.schema.field("module"), modules), whole.slice(0, 2)):
         pq.write_table(changed, path)
-        with pytest.raises(ReferenceFormatError, match="does not match the id in its name") as caught:
+        with pytest.raises(
+            ReferenceFormatError, match="does not match the id in its name"
+        ) as caught:
             read_program(tmp_path, program.id)
         assert str(path) in str(caught.value)
     path.unlink()
-    with pytest.raises(ReferenceFormatError, match=r"no file in .*sites has site \d+ of this program") as caught:
+    with pytest.raises(
+        ReferenceFormatError, match=r"no file in .*sites has site \d+ of this program"
+    ) as caught:
         read_program(tmp_path, program.id)
     assert str(table_path(tmp_path, "programs", program.id)) in str(caught.value)
 
@@ -141,7 +153,9 @@ def test_programs_share_what_their_sites_are(tmp_path):
     for program in programs:
         writer.put_program(program)
     writer.close(complete=True)
-    assert len({program.id for program in programs}) == 4, "what a site reads, and how many there are, is identity"
+    assert len({program.id for program in programs}) == 4, (
+        "what a site reads, and how many there are, is identity"
+    )
     (path,) = (tmp_path / "run" / "sites").iterdir()
     assert len(pq.read_table(path)) == 2
     run = Run.open(tmp_path / "run")
@@ -150,7 +164,11 @@ def test_programs_share_what_their_sites_are(tmp_path):
 
 
 def test_the_text_of_source_lines_is_kept_once_and_only_where_it_is_certain(tmp_path):
-    text = {"train.py:41": ("a", "b", "c"), "train.py:1": ("first", "second"), "caf\udce9.py:7": ("x", "y", "z")}
+    text = {
+        "train.py:41": ("a", "b", "c"),
+        "train.py:1": ("first", "second"),
+        "caf\udce9.py:7": ("x", "y", "z"),
+    }
     writer = create(tmp_path / "run")
     odd = os.fsdecode(b"caf\xe9.py:7 in forward")  # a path that is not UTF-8
     site = structs.replace(small_program().sites[0], source=(odd,))
@@ -190,7 +208,10 @@ def whole(**changes: object) -> bytes:
         (b'{"format_version": 2, "digest_version": 1}', "does not match its digest"),
         (whole(world_size=0), "Expected `int` >= 1 - at `$.world_size`"),
         (whole(attempts=[]), "length >= 1 - at `$.attempts`"),
-        (whole(attempts=[{"segments": 1, "resumed_from": [{"step": 4}]}]), "missing required field `segment`"),
+        (
+            whole(attempts=[{"segments": 1, "resumed_from": [{"step": 4}]}]),
+            "missing required field `segment`",
+        ),
         (whole(selection={"level": "everything"}), "level must be one of op, module, state"),
         (whole(selection={"level": "state"}), "entries that this version"),
         (whole(programs="../elsewhere", path="/"), "entries that this version"),
@@ -217,16 +238,28 @@ def test_a_run_is_left_alone_unless_asked_and_only_our_own_names_are_deleted(tmp
     (run / "rank-00007").symlink_to(tmp_path / "elsewhere")
 
     def contents() -> dict[str, bytes]:
-        return {path.relative_to(run).as_posix(): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+        return {
+            path.relative_to(run).as_posix(): path.read_bytes()
+            for path in run.rglob("*")
+            if path.is_file()
+        }
 
     before = contents()
     with pytest.raises(RunExistsError, match="Nothing was changed") as caught:
         make_room(run)
     assert all(
         word in str(caught.value)
-        for word in (str(run), "overwrite=True", "Hydra: determinism.overwrite=true", "another folder", "verify")
+        for word in (
+            str(run),
+            "overwrite=True",
+            "Hydra: determinism.overwrite=true",
+            "another folder",
+            "verify",
+        )
     )
-    with pytest.raises(RunExistsError, match=r"To verify, pass another folder for the results \(current of") as caught:
+    with pytest.raises(
+        RunExistsError, match=r"To verify, pass another folder for the results \(current of"
+    ) as caught:
         make_room(run, purpose="verify")
     assert "overwrite" not in str(caught.value)
     assert contents() == before
@@ -237,7 +270,14 @@ def test_a_run_is_left_alone_unless_asked_and_only_our_own_names_are_deleted(tmp
     assert read_manifest(run).run_id == "ab12"
     (run / "run.json").unlink()
     assert make_room(run) == run
-    theirs = "programs/1.parquet", "sources/mine.py", "layouts/mine", "rank-00000/x", "report.html", "verdict.json"
+    theirs = (
+        "programs/1.parquet",
+        "sources/mine.py",
+        "layouts/mine",
+        "rank-00000/x",
+        "report.html",
+        "verdict.json",
+    )
     for number, name in enumerate(theirs):
         path = tmp_path / f"theirs-{number}"
         (path / name).parent.mkdir(parents=True)
@@ -263,7 +303,9 @@ def test_what_a_process_left_that_was_killed_before_its_run_json_is_in_nobodys_w
 
 @pytest.mark.parametrize("is_read", [False, True])
 @pytest.mark.parametrize("moment", range(6))
-def test_a_kill_while_one_run_takes_the_place_of_another_loses_neither(tmp_path, monkeypatch, moment, is_read):
+def test_a_kill_while_one_run_takes_the_place_of_another_loses_neither(
+    tmp_path, monkeypatch, moment, is_read
+):
     run = record(tmp_path / "run", range(3))
     append(create(run, overwrite=True), [0], complete=False).close(complete=False)
     rename, moments = Path.rename, iter(range(moment))
@@ -278,17 +320,28 @@ def test_a_kill_while_one_run_takes_the_place_of_another_loses_neither(tmp_path,
         with pytest.raises(KeyboardInterrupt):
             put_in_place(run)
     if moment:
-        with pytest.raises(ReferenceNotFoundError, match=r"these folders in it are runs: \.(complete|moving)"):
+        with pytest.raises(
+            ReferenceNotFoundError, match=r"these folders in it are runs: \.(complete|moving)"
+        ):
             read_manifest(run)
     if is_read:
         assert Run.open(run).rank(0).num_steps == (1 if moment else 3)
-    incomplete = r"holds an incomplete run: .*\. Nothing was changed\. Continue .* determinism\.overwrite=true"
+    incomplete = (
+        r"holds an incomplete run: .*\. Nothing was changed\. Continue .* "
+        r"determinism\.overwrite=true"
+    )
     with pytest.raises(RunExistsError, match=incomplete if moment else "already holds a run"):
         make_room(run)
     assert Run.open(run).rank(0).num_steps == (1 if moment else 3)
     append(create(run, overwrite=True), range(2), complete=True)
     assert Run.open(run).rank(0).num_steps == 2
-    assert {path.name for path in run.iterdir()} == {"run.json", "programs", "sites", "layouts", "rank-00000"}
+    assert {path.name for path in run.iterdir()} == {
+        "run.json",
+        "programs",
+        "sites",
+        "layouts",
+        "rank-00000",
+    }
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -305,7 +358,9 @@ def test_only_the_named_steps_are_selected():
     assert [step for step in range(10) if selection.selects_step(step)] == [3, 7]
     assert (selection.is_every_step, selection.shown_steps) == (False, "only_steps=[3, 7]")
     for only_steps in ((), (-1,), (1.0,), (True,), "812", 812, ("812",)):
-        with pytest.raises(SelectionError, match=r"only_steps must be step numbers >= 0, such as \[812\]"):
+        with pytest.raises(
+            SelectionError, match=r"only_steps must be step numbers >= 0, such as \[812\]"
+        ):
             Selection(only_steps=only_steps)
     with pytest.raises(SelectionError, match=r"only_steps and every_n_steps=2 both select"):
         Selection(only_steps=(4,), every_n_steps=2)

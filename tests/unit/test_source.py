@@ -6,14 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from det_callbacks.trace.attribution import source
-from det_callbacks.trace.attribution.source import capture_source
+from det_callbacks.trace import source
 from det_callbacks.trace.hash_mode import HashMode
+from det_callbacks.trace.source import capture_source
 
 SITE_PACKAGES = source._TORCH.removesuffix("/torch/")
 
 
-def called(filename: str, call: Callable[[], object], code: str = "def f():\n    return call()\n") -> Any:
+def called(
+    filename: str, call: Callable[[], object], code: str = "def f():\n    return call()\n"
+) -> Any:
     scope = {"call": call}
     exec(compile(code, filename, "exec"), scope)
     return scope["f"]()
@@ -73,7 +75,9 @@ def test_files_are_shown_without_what_belongs_to_the_machine(path, shown):
 
 
 def test_the_training_loop_is_not_users_code_and_an_optimizer_without_any_shows_its_own_line():
-    (line,) = called(f"{SITE_PACKAGES}/lightning/pytorch/loops/training_epoch_loop.py", lambda: capture_source())
+    (line,) = called(
+        f"{SITE_PACKAGES}/lightning/pytorch/loops/training_epoch_loop.py", lambda: capture_source()
+    )
     assert line.endswith("in <lambda>")
     hooks = called(f"{SITE_PACKAGES}/lightning/pytorch/core/hooks.py", capture_source)
     assert not any("lightning" in line for line in hooks)
@@ -92,9 +96,13 @@ def test_the_loop_of_hugging_face_is_not_users_code_and_its_models_are():
     (line,) = called(f"{installed}/transformers/trainer.py", lambda: capture_source())
     assert line.endswith("in <lambda>")
     assert (
-        called(f"{installed}/transformers/models/llama.py", capture_source)[0] == "transformers/models/llama.py:2 in f"
+        called(f"{installed}/transformers/models/llama.py", capture_source)[0]
+        == "transformers/models/llama.py:2 in f"
     )
-    assert not any("accelerate" in line for line in called(f"{installed}/accelerate/optimizer.py", capture_source))
+    assert not any(
+        "accelerate" in line
+        for line in called(f"{installed}/accelerate/optimizer.py", capture_source)
+    )
 
 
 class Double(torch.autograd.Function):

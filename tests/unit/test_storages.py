@@ -1,4 +1,6 @@
-"""Who wrote the bytes that an op reads: programs of writes and reads against a map of bytes, and one of each kind."""
+"""Who wrote the bytes that an op reads: programs of writes and reads against a map of bytes,
+and one of each kind.
+"""
 
 from collections.abc import Iterator
 
@@ -32,7 +34,9 @@ def view_of(buffer: Tensor, view: tuple[str, int, int]) -> Tensor:
     return buffer[first, second]
 
 
-def programs(view: st.SearchStrategy[tuple[str, int, int]]) -> st.SearchStrategy[list[tuple[str, int, tuple]]]:
+def programs(
+    view: st.SearchStrategy[tuple[str, int, int]],
+) -> st.SearchStrategy[list[tuple[str, int, tuple]]]:
     action = st.sampled_from(["copy_", "add_", "sum"])
     return st.lists(st.tuples(action, st.integers(0, 2), view), min_size=1, max_size=12)
 
@@ -43,7 +47,9 @@ OPS = {"copy_": "copy_.default", "add_": "add_.Tensor", "sum": "sum.default"}
 NOTHING = -2
 
 
-def run(program: list[tuple[str, int, tuple]], dtype: torch.dtype) -> tuple[StepTrace, Iterator[tuple[int, set[int]]]]:
+def run(
+    program: list[tuple[str, int, tuple]], dtype: torch.dtype
+) -> tuple[StepTrace, Iterator[tuple[int, set[int]]]]:
     outside = torch.ones(6, 4, dtype=dtype)
     source = torch.ones(6, 4, dtype=dtype)
 
@@ -61,7 +67,9 @@ def run(program: list[tuple[str, int, tuple]], dtype: torch.dtype) -> tuple[Step
     trace = traced(body)
 
     def reads() -> Iterator[tuple[int, set[int]]]:
-        writers = [torch.full((6, 4), by) for by in (position_of(trace, "zeros.default"), NOTHING, -1)]
+        writers = [
+            torch.full((6, 4), by) for by in (position_of(trace, "zeros.default"), NOTHING, -1)
+        ]
         counts = dict.fromkeys(OPS, 0)
         for action, buffer, view in program:
             position = position_of(trace, OPS[action], counts[action])
@@ -94,7 +102,10 @@ def through_inputs(program: Program, position: int) -> tuple[set[int], set[int]]
     programs(ROWS) | programs(ROWS | COLUMNS | TURNED | EVERY_OTHER | PICKED),
     st.sampled_from([torch.uint8, torch.float32, torch.complex128]),
 )
-@example([("copy_", 1, ("columns", 0, 2)), ("copy_", 1, ("columns", 2, 2)), ("sum", 1, ("rows", 1, 3))], torch.float32)
+@example(
+    [("copy_", 1, ("columns", 0, 2)), ("copy_", 1, ("columns", 2, 2)), ("sum", 1, ("rows", 1, 3))],
+    torch.float32,
+)
 def test_no_writer_is_missed_and_of_rows_no_stranger_is_taken_for_one(program, dtype):
     trace, reads = run(program, dtype)
     has_read_nothing = False
@@ -103,9 +114,14 @@ def test_no_writer_is_missed_and_of_rows_no_stranger_is_taken_for_one(program, d
         ops, rows = through_inputs(trace.program, position)
         assert writers <= ops
         assert is_all_known or rows
-        if not has_read_nothing:  # what was read then counts as written; what is about to be written may be anything
-            has_read_nothing = NOTHING in found and trace.program.sites[position].op == "aten.sum.default"
-            assert (UNWRITTEN in {trace.layout.entries[row].detail for row in rows}) == has_read_nothing
+        # what was read then counts as written; what is about to be written may be anything
+        if not has_read_nothing:
+            has_read_nothing = (
+                NOTHING in found and trace.program.sites[position].op == "aten.sum.default"
+            )
+            assert (
+                UNWRITTEN in {trace.layout.entries[row].detail for row in rows}
+            ) == has_read_nothing
         direct = site_of_kind(trace, position, "output")
         if all(view[0] == "rows" for *_, view in program):
             assert direct <= writers
@@ -122,9 +138,17 @@ def site_of_kind(trace: StepTrace, position: int, role: str) -> set[int]:
 
 def test_reads_of_part_of_an_unknown_tensor_become_inputs_once():
     outside = torch.arange(12.0).reshape(3, 4)
-    trace = traced(lambda: [part.sum() for part in (outside[0], outside[0], outside[:, 1], outside, outside[2])])
+    trace = traced(
+        lambda: [
+            part.sum() for part in (outside[0], outside[0], outside[:, 1], outside, outside[2])
+        ]
+    )
     inputs = with_role(trace, "input")
-    assert [(site.name, bool(site.inputs)) for site in inputs] == [(None, False), (None, True), (None, True)]
+    assert [(site.name, bool(site.inputs)) for site in inputs] == [
+        (None, False),
+        (None, True),
+        (None, True),
+    ]
     assert site_of(trace, "sum.default", 0).inputs == site_of(trace, "sum.default", 1).inputs
     assert site_of(trace, "sum.default", 4).inputs == (position_of(trace, "sum.default", 3) - 1,)
 

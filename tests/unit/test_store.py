@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stored_runs import OneOf, append, create, digests_of, everything_in, join, record, resume, whole_steps
+from stored_runs import (
+    OneOf,
+    append,
+    create,
+    digests_of,
+    everything_in,
+    join,
+    record,
+    resume,
+    whole_steps,
+)
 
 from det_callbacks.errors import (
     RankError,
@@ -21,7 +31,7 @@ from det_callbacks.errors import (
     WriteError,
 )
 from det_callbacks.ranks.group import RankGroup
-from det_callbacks.runs import disk
+from det_callbacks.runs import files
 from det_callbacks.runs import writer as writer_module
 from det_callbacks.runs.files import stream_path
 from det_callbacks.runs.metrics import Reading, read_metrics
@@ -32,14 +42,21 @@ from det_callbacks.runs.writer import RunWriter
 
 def seeds_of(path: Path, segment: int = 0) -> dict[int, int]:
     return {
-        record.step: next(seed for seed in range(9) if (record.digests == digests_of(record.step, seed=seed)).all())
+        record.step: next(
+            seed
+            for seed in range(9)
+            if (record.digests == digests_of(record.step, seed=seed)).all()
+        )
         for record in Run.open(path).rank(0).iterate()
         if record.segment == segment
     }
 
 
 @settings(max_examples=10, deadline=None)
-@given(fits=st.lists(st.lists(whole_steps(), max_size=4), min_size=1, max_size=3), gap=st.integers(1, 5))
+@given(
+    fits=st.lists(st.lists(whole_steps(), max_size=4), min_size=1, max_size=3),
+    gap=st.integers(1, 5),
+)
 def test_a_run_is_read_as_it_was_written(tmp_path_factory, fits, gap):
     path = tmp_path_factory.mktemp("runs") / "run"
     writer = create(path)
@@ -65,10 +82,20 @@ def test_a_run_is_read_as_it_was_written(tmp_path_factory, fits, gap):
     found = []
     for one in rank.iterate():
         view = run.view(0, one.segment, one.step)
-        content = (view.program, [site.source for site in view.program.sites], view.layout, one.digests.tolist())
+        content = (
+            view.program,
+            [site.source for site in view.program.sites],
+            view.layout,
+            one.digests.tolist(),
+        )
         found.append((one.segment, one.step, one.epoch, *content, one.chain))
     assert found == written
-    assert (run.is_complete, run.incomplete_reason, run.ranks, run.keeps) == (True, None, [0], "all")
+    assert (run.is_complete, run.incomplete_reason, run.ranks, run.keeps) == (
+        True,
+        None,
+        [0],
+        "all",
+    )
     assert (rank.segments, rank.num_steps) == (list(range(len(fits))), len(written))
     for segment, step, *_, chain in written:
         assert rank.chain(segment, step) == chain == rank.chain_before(segment, step + 1)
@@ -94,7 +121,10 @@ def test_half_a_write_is_the_last_one(tmp_path):
     writer.close(complete=False)
     run = Run.open(tmp_path / "run")
     assert list(run.rank(0).steps(0)) == [0]
-    assert re.search(r"attempt-000\.arrows: its tail is torn.*; 0 is the last whole step", str(run.incomplete_reason))
+    assert re.search(
+        r"attempt-000\.arrows: its tail is torn.*; 0 is the last whole step",
+        str(run.incomplete_reason),
+    )
 
 
 def test_a_run_is_complete_only_when_every_fit_has_its_end(tmp_path):
@@ -107,7 +137,9 @@ def test_a_run_is_complete_only_when_every_fit_has_its_end(tmp_path):
     assert "it holds no whole step" in reason()
     append(writer, [0, 1])
     first = stream_path(path, 0, 0, 0)
-    assert reason().startswith(f"{first}: its end-of-stream marker is missing, the process did not end")
+    assert reason().startswith(
+        f"{first}: its end-of-stream marker is missing, the process did not end"
+    )
     assert "1 is the last whole step" in reason()
     writer.start_segment()
     assert "segment-001" in reason()
@@ -118,7 +150,9 @@ def test_a_run_is_complete_only_when_every_fit_has_its_end(tmp_path):
     assert Run.open(path).is_complete
     for _ in range(2):
         resume(path).close(complete=False)
-    assert Run.open(path).is_complete, "attempts that ended before their first step left it as it was"
+    assert Run.open(path).is_complete, (
+        "attempts that ended before their first step left it as it was"
+    )
     first.write_bytes(first.read_bytes()[:-8])
     assert str(first) in reason(), "a fit in the middle has to have its end too"
     writers = create(tmp_path / "two", peers=OneOf(0, 2)), join(tmp_path / "two", 1)
@@ -134,13 +168,18 @@ def test_a_torn_tail_is_no_obstacle_and_what_an_attempt_went_on_from_cannot_get_
     file.write_bytes(file.read_bytes()[:-200])
     append(resume(path), [4, 5], complete=True)
     rank = Run.open(path).rank(0)
-    assert [rank.chain(0, step) for step in range(6)] == [straight.chain(0, step) for step in range(6)]
+    assert [rank.chain(0, step) for step in range(6)] == [
+        straight.chain(0, step) for step in range(6)
+    ]
     file.write_bytes(file.read_bytes()[:-700])
-    with pytest.raises(ReferenceFormatError, match=r"attempt-001\.arrows is damaged: step 4 does not match its chain"):
+    with pytest.raises(
+        ReferenceFormatError,
+        match=r"attempt-001\.arrows is damaged: step 4 does not match its chain",
+    ):
         Run.open(path)
 
 
-def test_a_resumed_run_goes_on_with_the_fit_under_way_the_later_attempt_counts_and_nothing_is_deleted(tmp_path):
+def test_a_resumed_run_continues_its_fit_the_later_attempt_counts_and_nothing_is_deleted(tmp_path):
     path = record(tmp_path / "run", range(3), range(6), complete=False)
     before = {file: file.read_bytes() for file in (path / "rank-00000").iterdir()}
     append(resume(path), [3, 4], seed=1, complete=False)
@@ -150,16 +189,25 @@ def test_a_resumed_run_goes_on_with_the_fit_under_way_the_later_attempt_counts_a
     append(writer, [0], seed=3, complete=True)
     run = Run.open(path)
     second = dict(enumerate((0, 0, 0, 1, 2, 2, 2)))
-    assert [seeds_of(path, segment) for segment in run.segments] == [{0: 0, 1: 0, 2: 0}, second, {0: 3}]
+    assert [seeds_of(path, segment) for segment in run.segments] == [
+        {0: 0, 1: 0, 2: 0},
+        second,
+        {0: 3},
+    ]
     assert {file: file.read_bytes() for file in before} == before
     assert (run.is_complete, len(run.manifest.attempts), run.rank(0).num_steps) == (True, 3, 11)
 
 
 @pytest.mark.parametrize("is_complete", [True, False])
-def test_an_attempt_of_another_selection_is_refused_and_any_other_can_be_taken_back(tmp_path, is_complete):
+def test_an_attempt_of_another_selection_is_refused_and_any_other_can_be_taken_back(
+    tmp_path, is_complete
+):
     path = record(tmp_path / "run", range(4), complete=is_complete)
     before = everything_in(path), sorted(path.rglob("*"))
-    for other in ({"selection": {"level": "state"}}, {"selection": {}, "keep_tensors": ["aten.mm.default"]}):
+    for other in (
+        {"selection": {"level": "state"}},
+        {"selection": {}, "keep_tensors": ["aten.mm.default"]},
+    ):
         with pytest.raises(SelectionError, match="Resume with the same arguments"):
             RunWriter.resume(path, manifest=other)
     with pytest.raises(ReferenceNotFoundError):
@@ -205,7 +253,8 @@ def test_the_old_run_stays_until_the_new_one_is_whole(tmp_path):
     assert list(lead.path.iterdir()) == []
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of files that a kill leaves open
+# of files that a kill leaves open
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_kill_before_run_json_leaves_what_was_there(tmp_path, monkeypatch):
     def kill_in(act: Callable[[], object]) -> None:
         with monkeypatch.context() as patch:
@@ -237,7 +286,9 @@ class Follower(OneOf, RankGroup):
 
 
 def test_a_node_that_does_not_share_the_folder_is_refused(tmp_path):
-    with pytest.raises(RankError, match=r"does not see the folder .* which rank 0 made on node-0") as caught:
+    with pytest.raises(
+        RankError, match=r"does not see the folder .* which rank 0 made on node-0"
+    ) as caught:
         create(tmp_path / "run", peers=Follower(1, 2))
     assert caught.value.rank == 1
     assert not (tmp_path / "run").exists()
@@ -246,13 +297,13 @@ def test_a_node_that_does_not_share_the_folder_is_refused(tmp_path):
 def test_metrics_open_one_file_and_sync_nothing_until_the_fit_ends(tmp_path, monkeypatch):
     writer = append(create(tmp_path / "run"), range(2))
     opened, synced = list[Path](), list[int]()
-    open_to_write = disk.open_to_write
+    open_to_write = files.open_to_write
 
     def count(path: Path, *rest: Any, **options: Any) -> Any:
         opened.append(path)
         return open_to_write(path, *rest, **options)
 
-    monkeypatch.setattr(disk, "open_to_write", count)
+    monkeypatch.setattr(files, "open_to_write", count)
     monkeypatch.setattr(os, "fsync", synced.append)
     for step in range(20):
         writer.put_reading(Reading(where="log", number=step, step=step, epoch=0, metrics={}))

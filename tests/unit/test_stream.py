@@ -11,9 +11,21 @@ from stored_runs import append, create, digests_of
 
 from det_callbacks.cli import main
 from det_callbacks.errors import ReferenceFormatError
-from det_callbacks.runs.evidence import ROWS_PER_BATCH, EvidenceRow, EvidenceWriter, evidence_path, read_evidence
+from det_callbacks.runs.evidence import (
+    ROWS_PER_BATCH,
+    EvidenceRow,
+    EvidenceWriter,
+    evidence_path,
+    read_evidence,
+)
 from det_callbacks.runs.program import chain_digest
-from det_callbacks.runs.stream import END_OF_STREAM, STREAM_SCHEMA, StreamFile, encode_header, encode_step
+from det_callbacks.runs.steps import (
+    END_OF_STREAM,
+    STREAM_SCHEMA,
+    StreamFile,
+    encode_header,
+    encode_step,
+)
 
 PLACE = {"run_id": "ab12", "rank": 3, "attempt": 1, "segment": 2}
 HEADER = encode_header(**PLACE)
@@ -105,7 +117,9 @@ def test_what_is_no_run_of_whole_steps_is_damage(path):
     whole = HEADER + first + END_OF_STREAM
     record = pa.ipc.read_record_batch(pa.ipc.read_message(first), STREAM_SCHEMA)
     laid_out_otherwise = [
-        pa.record_batch([column.to_pylist() * 2 for column in record.columns], schema=STREAM_SCHEMA),
+        pa.record_batch(
+            [column.to_pylist() * 2 for column in record.columns], schema=STREAM_SCHEMA
+        ),
         pa.record_batch([[None]] * len(STREAM_SCHEMA), schema=STREAM_SCHEMA),
         record.set_column(0, STREAM_SCHEMA.field("step"), pa.array([-1], pa.int64())),
         record.set_column(1, STREAM_SCHEMA.field("epoch"), pa.array([-1], pa.int32())),
@@ -113,8 +127,13 @@ def test_what_is_no_run_of_whole_steps_is_damage(path):
     cannot_be_read = r"is damaged: what comes at byte \d+ cannot be read"
     cases = {
         **{HEADER + batch.serialize().to_pybytes(): cannot_be_read for batch in laid_out_otherwise},
-        **{HEADER + resized(first, more, at=40) + second: cannot_be_read for more in (8, 2**40, -8)},
-        **{HEADER + first + resized(second, 504, at=at) + END_OF_STREAM: cannot_be_read for at in (40, 304, 416)},
+        **{
+            HEADER + resized(first, more, at=40) + second: cannot_be_read for more in (8, 2**40, -8)
+        },
+        **{
+            HEADER + first + resized(second, 504, at=at) + END_OF_STREAM: cannot_be_read
+            for at in (40, 304, 416)
+        },
         HEADER + b"garbage" * 9: cannot_be_read,
         HEADER + first + bytes(400): cannot_be_read,
         HEADER + b"".join(messages([3, 3])): "follows step 3",
@@ -127,13 +146,17 @@ def test_what_is_no_run_of_whole_steps_is_damage(path):
             open_stream(path, content)
 
 
-def test_a_file_of_another_place_version_or_kind_or_that_changes_after_it_was_opened_is_refused(path, tmp_path):
+def test_a_file_of_another_place_version_or_kind_or_that_changes_after_it_was_opened_is_refused(
+    path, tmp_path
+):
     schema = pa.ipc.read_schema(pa.ipc.read_message(HEADER))
     cases = [schema.with_metadata({**schema.metadata, name: b"9"}) for name in schema.metadata]
     assert len(cases) == 6
     for other in (*cases, schema.remove(1)):
         header = other.serialize().to_pybytes()
-        with pytest.raises(ReferenceFormatError, match="is from a different run, place, version or kind") as caught:
+        with pytest.raises(
+            ReferenceFormatError, match="is from a different run, place, version or kind"
+        ) as caught:
             open_stream(path, header + END_OF_STREAM)
         assert caught.value.path == str(path)
     with pytest.raises(ReferenceFormatError, match="cannot be read"):
@@ -146,7 +169,9 @@ def test_a_file_of_another_place_version_or_kind_or_that_changes_after_it_was_op
             file.read(1)
     path.unlink()
     for read in (lambda: file.read(1), lambda: open_stream(path)):
-        with pytest.raises(ReferenceFormatError, match="is missing or cannot be read, although run"):
+        with pytest.raises(
+            ReferenceFormatError, match="is missing or cannot be read, although run"
+        ):
             read()
 
 
@@ -180,7 +205,9 @@ def test_what_was_written_is_read_in_order_and_a_kill_loses_the_last_steps_only(
 
 
 @pytest.mark.parametrize("size", [0, 1, 100])
-def test_evidence_that_a_kill_cut_in_its_header_is_none_and_in_a_whole_run_damage(tmp_path, capsys, size):
+def test_evidence_that_a_kill_cut_in_its_header_is_none_and_in_a_whole_run_damage(
+    tmp_path, capsys, size
+):
     for is_whole in (False, True):
         writer = create(tmp_path / f"whole {is_whole}")
         writer.put_evidence([EvidenceRow(0, "start", "generator", "torch.cpu", value=7)])
@@ -188,7 +215,11 @@ def test_evidence_that_a_kill_cut_in_its_header_is_none_and_in_a_whole_run_damag
         path = evidence_path(writer.stream)
         path.write_bytes(path.read_bytes()[:size])
         status, told = main(["findings", str(writer.path)]), "".join(capsys.readouterr())
-        assert (status, "is damaged" in told, "may lack evidence" in told) == (2 * is_whole, is_whole, not is_whole)
+        assert (status, "is damaged" in told, "may lack evidence" in told) == (
+            2 * is_whole,
+            is_whole,
+            not is_whole,
+        )
 
 
 def test_evidence_without_its_end_is_damaged_if_its_fit_is_complete(tmp_path, capsys):

@@ -11,8 +11,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from det_callbacks.digest.components import digest_tensor
-from det_callbacks.digest.device.triton_digest import TritonDigest
 from det_callbacks.digest.host import LEAF_BYTES, digest_bytes
+from det_callbacks.digest.triton_digest import TritonDigest
 from det_callbacks.errors import DetCallbacksError
 
 TILE_BYTES = 32 * 1024
@@ -25,9 +25,11 @@ def words_at(address: int, count: int) -> list[int]:
 
 
 class LateLaunchers:
-    """Takes what the compiled kernels take, and keeps what they leave behind by address: a wrong plan gives wrong bits.
+    """Takes what the compiled kernels take, and keeps what they leave behind by address: a wrong
+    plan gives wrong bits.
 
-    ``sum_blocks`` reads the spans when it is launched, as a device in stream order does; nothing else ever reads them.
+    ``sum_blocks`` reads the spans when it is launched, as a device in stream order does; nothing
+    else ever reads them.
     """
 
     def __init__(self) -> None:
@@ -35,18 +37,26 @@ class LateLaunchers:
         self.leaves: dict[int, list[int]] = {}
         """By the address of a span's sums."""
 
-    def sum_blocks(self, num_programs: int, stream: int, constants: int, sums: int, *spans: int) -> None:
+    def sum_blocks(
+        self, num_programs: int, stream: int, constants: int, sums: int, *spans: int
+    ) -> None:
         self.launched.append("sum_blocks")
         assert len(spans) == 2 * SPANS_PER_LAUNCH
         assert words_at(constants, 1) == [17]
         end = sums + num_programs * SUM_BYTES_PER_TILE
-        for address, size in ((address, size) for address, size in zip(spans[::2], spans[1::2], strict=True) if size):
+        for address, size in (
+            (address, size) for address, size in zip(spans[::2], spans[1::2], strict=True) if size
+        ):
             content = ctypes.string_at(address, size)
-            self.leaves[sums] = [digest_bytes(content[at : at + LEAF_BYTES]) for at in range(0, size, LEAF_BYTES)]
+            self.leaves[sums] = [
+                digest_bytes(content[at : at + LEAF_BYTES]) for at in range(0, size, LEAF_BYTES)
+            ]
             sums += -(-size // TILE_BYTES) * SUM_BYTES_PER_TILE
         assert sums == end
 
-    def hash_leaves(self, num_programs: int, stream: int, constants: int, rows: int, num_rows: int) -> None:
+    def hash_leaves(
+        self, num_programs: int, stream: int, constants: int, rows: int, num_rows: int
+    ) -> None:
         self.launched.append("hash_leaves")
         leaf = 0
         for number in range(num_rows):
@@ -61,7 +71,12 @@ class LateLaunchers:
 
 
 def late_kernels(**others: Any) -> SimpleNamespace:
-    names = {"VERSION": "0", "TILE_BYTES": TILE_BYTES, "SPANS_PER_LAUNCH": SPANS_PER_LAUNCH, "CONSTANTS": (17,)}
+    names = {
+        "VERSION": "0",
+        "TILE_BYTES": TILE_BYTES,
+        "SPANS_PER_LAUNCH": SPANS_PER_LAUNCH,
+        "CONSTANTS": (17,),
+    }
     return SimpleNamespace(**{**names, "Launchers": LateLaunchers, **others})
 
 
@@ -102,7 +117,9 @@ def method() -> StreamedDigest:
 
 def random_bytes(*sizes: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(sum(sizes))
-    return [torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator) for size in sizes]
+    return [
+        torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator) for size in sizes
+    ]
 
 
 def digests(values: list[torch.Tensor]) -> list[int]:
@@ -126,7 +143,8 @@ def test_streams_have_their_own_launches_and_the_end_waits_for_those_that_are_as
     assert method.waits == []
     assert method.collect(launched) == digests(values) * 3
     assert method.names() == ["sum_blocks"] * 4 + ["hash_leaves"] * 2
-    # a stream of an earlier step may be gone: a library's own one is destroyed with the library's objects
+    # a stream of an earlier step may be gone: a library's own one is destroyed
+    # with the library's objects
     assert method.collect([method.start(values)]) == digests(values)
     assert method.waits == [("main", "side")]
     assert method.collect([other]) == digests(values)
@@ -164,7 +182,9 @@ def test_what_raises_loses_the_digests_of_its_stream_at_most(kernel, method, mon
     values, earlier = random_bytes(100, 2 * LEAF_BYTES), random_bytes(70)
     before, other = (method.start(earlier, stream) for stream in ("main", "side"))
     with monkeypatch.context() as patch:
-        patch.setattr(method._launchers, kernel, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(
+            method._launchers, kernel, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         with pytest.raises(KeyboardInterrupt):
             method.collect([method.start(values)])
     if kernel == "sum_blocks":

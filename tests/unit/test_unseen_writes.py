@@ -12,7 +12,7 @@ from torch import library
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from tracing import position_of, site_of, step_of, traced, verified
 
-from det_callbacks.compare.step import compare_steps
+from det_callbacks.compare.ranks import compare_steps
 from det_callbacks.runs.program import UNWRITTEN
 from det_callbacks.runs.steps import MAX_INPUT_CHECKS, Expectation
 from det_callbacks.trace.hash_mode import HashMode
@@ -56,7 +56,8 @@ def rewritten_in_place(is_written: bool) -> str:
     return "mul_.Tensor"
 
 
-# on a device it is told only when it comes after the launch that reads what was there before (docs, what it sees)
+# on a device it is told only when it comes after the launch that reads what was there
+# before (docs, what it sees)
 def written_in_another_thread(is_written: bool) -> str:
     x = torch.ones(4)
     if is_written:
@@ -152,30 +153,42 @@ def test_memory_that_an_op_is_told_to_ignore_is_not_read(beta):
     x = torch.ones(1, 2, 2)
     trace = traced(lambda: torch.baddbmm(torch.empty(1, 2, 2), x, x, beta=beta))
     read = [trace.layout.entries[position] for position in site_of(trace, "baddbmm.default").inputs]
-    assert [entry.detail for entry in read if entry is not None] == [""] if not beta else ["", UNWRITTEN]
+    assert (
+        [entry.detail for entry in read if entry is not None] == [""]
+        if not beta
+        else ["", UNWRITTEN]
+    )
 
 
 @pytest.mark.parametrize("is_sorted", [True, False])
 def test_lengths_that_no_recorded_op_writes_make_no_origin(is_sorted):
-    """What ``pad_packed_sequence`` returns as lengths is written by C++, into memory that an op allocated."""
+    """What ``pad_packed_sequence`` returns as lengths is written by C++,
+    into memory that an op allocated.
+    """
 
     def body(*lengths: int):
         packed = pack_padded_sequence(torch.ones(3, 5, 2), torch.tensor(lengths), True, is_sorted)
         padded, found = pad_packed_sequence(packed, batch_first=True)
         return padded.sum(1) / (found - 1)[:, None]
 
-    found = compare_steps(*(traced(lambda given=given: body(*given)).view() for given in ((5, 3, 2), (5, 4, 2))))
+    found = compare_steps(
+        *(traced(lambda given=given: body(*given)).view() for given in ((5, 3, 2), (5, 4, 2)))
+    )
     assert "aten.div.Tensor" in {item.op for item in found.divergences}
     assert found.origins == ()
 
 
-def origins(body: Callable[[bool], Any], checks_left: int = MAX_INPUT_CHECKS) -> list[tuple[str, bool | None]]:
+def origins(
+    body: Callable[[bool], Any], checks_left: int = MAX_INPUT_CHECKS
+) -> list[tuple[str, bool | None]]:
     reference = traced(lambda: body(False))
     expected = Expectation.of(reference.digests, reference.program.id)
     expected.checks_left = checks_left
     trace = step_of(HashMode(), lambda: body(True), expected=expected)
     found = compare_steps(reference.view(), trace.view()).divergences
-    return [(item.op.split(".")[1], item.is_origin) for item in found if item.is_origin is not False]
+    return [
+        (item.op.split(".")[1], item.is_origin) for item in found if item.is_origin is not False
+    ]
 
 
 @pytest.mark.usefixtures("_everywhere")

@@ -1,4 +1,6 @@
-"""What a printed verdict says, and how much of it: the origins that are alike, choices, and changed code."""
+"""What a printed verdict says, and how much of it: the origins that are alike,
+choices, and changed code.
+"""
 
 from dataclasses import replace
 
@@ -8,13 +10,15 @@ from verdicts import DIVERGED, DIVERGENCE
 
 from det_callbacks.causes.sentences import what_differs
 from det_callbacks.report.verdict import details_report, headline, next_lines, verdict_lines
-from det_callbacks.runs.environment import AS_COMMITTED
+from det_callbacks.runs.manifest import AS_COMMITTED
 from det_callbacks.runs.program import TensorLayout
 from det_callbacks.text import listed
 from det_callbacks.verdict import EnvironmentDifference, Verdict
 
 
-def differing(name: str, reference: object, current: object, *, changes_bits: bool = False) -> EnvironmentDifference:
+def differing(
+    name: str, reference: object, current: object, *, changes_bits: bool = False
+) -> EnvironmentDifference:
     return EnvironmentDifference(
         name=name, reference=reference, current=current, changes_bits=changes_bits, is_machine=False
     )
@@ -22,7 +26,13 @@ def differing(name: str, reference: object, current: object, *, changes_bits: bo
 
 def updated(step: StepBuilder, now: bool) -> None:
     for number in range(40):
-        step.op("aten.add_.Tensor", f"w{number}", phase="optimizer", name=f"w{number}", varying={"alpha": -0.1 - now})
+        step.op(
+            "aten.add_.Tensor",
+            f"w{number}",
+            phase="optimizer",
+            name=f"w{number}",
+            varying={"alpha": -0.1 - now},
+        )
 
 
 def test_origins_that_are_alike_have_one_row_in_the_text_and_a_row_each_in_json_and_page(tmp_path):
@@ -32,7 +42,11 @@ def test_origins_that_are_alike_have_one_row_in_the_text_and_a_row_each_in_json_
     assert len(row) < 4, section
     assert (heading.split()[-1], row[0].split()[-1]) == ("more", "39")
     assert len(verdict.to_dict()["origins"]) == 40
-    (table,) = [one.table for one in details_report(verdict, lists_all=True) if one.title.startswith("Origins")]
+    (table,) = [
+        one.table
+        for one in details_report(verdict, lists_all=True)
+        if one.title.startswith("Origins")
+    ]
     assert len(table.rows) == 40
     other = replace(DIVERGENCE, op="aten.mul.Tensor")
     text = verdict_lines(replace(DIVERGED, origins=(DIVERGENCE, other)))
@@ -53,21 +67,38 @@ OLD, NEW = "0" * 40, "1" * 40
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
-        ([differing(CHANGED, AS_COMMITTED, "12")], "models/net.py changed since the reference was recorded."),
-        ([differing(CHANGED, "ab", None)], "models/net.py changed since the reference was recorded."),
-        ([differing(COMMIT, OLD, NEW)], "The commit differs: 000000000 in the reference, 111111111 in the"),
+        (
+            [differing(CHANGED, AS_COMMITTED, "12")],
+            "models/net.py changed since the reference was recorded.",
+        ),
+        (
+            [differing(CHANGED, "ab", None)],
+            "models/net.py changed since the reference was recorded.",
+        ),
+        (
+            [differing(COMMIT, OLD, NEW)],
+            "The commit differs: 000000000 in the reference, 111111111 in the",
+        ),
         # which may be the change that was committed meanwhile
         ([differing(COMMIT, OLD, NEW), differing(CHANGED, "ab", AS_COMMITTED)], "!models/net.py"),
-        ([differing(COMMIT, OLD, NEW), differing(CHANGED, "ab", "12")], "models/net.py changed since"),
+        (
+            [differing(COMMIT, OLD, NEW), differing(CHANGED, "ab", "12")],
+            "models/net.py changed since",
+        ),
         ([differing(COMMIT, None, NEW)], "!another commit"),
         ([differing(NOTES, "ab", "12")], "1 other file of the repository changed too"),
         ([differing(NOTES, "ab", "12")], "!NOTES.md"),
-        ([differing(CHANGED, "ab", "12"), differing(NOTES, "ab", "12")], "models/net.py changed since the reference"),
+        (
+            [differing(CHANGED, "ab", "12"), differing(NOTES, "ab", "12")],
+            "models/net.py changed since the reference",
+        ),
     ],
 )
 def test_code_that_changed_is_named_in_the_first_lines(environment, said, tmp_path):
     verdict = judge(tmp_path, (training_step(), training_step(noise_at=3)), environment=environment)
-    assert (said.removeprefix("!") in verdict.explanation) is not said.startswith("!"), verdict.explanation
+    assert (said.removeprefix("!") in verdict.explanation) is not said.startswith("!"), (
+        verdict.explanation
+    )
     assert verdict.explanation in " ".join(verdict_lines(verdict).split("\n\n")[0].split())
     same = judge(tmp_path, (training_step(), training_step()), environment=environment)
     assert (same.verdict, "since the reference" in same.explanation) == ("match", False)
@@ -97,12 +128,18 @@ def test_whether_an_entry_can_change_bits_is_asked_of_the_machine_only():
     [
         ({}, "origin: its inputs match"),
         ({"is_origin": False}, "passed on: one of its inputs differs"),
-        ({"is_origin": False, "op": "", "phase": "data", "name": "batch[0]"}, "source: no recorded op caused this"),
+        (
+            {"is_origin": False, "op": "", "phase": "data", "name": "batch[0]"},
+            "source: no recorded op caused this",
+        ),
         (
             {"is_origin": False, "op": "", "phase": "rng", "name": "torch.cpu after the step"},
             "source: no recorded op caused this",
         ),
-        ({"is_origin": False, "op": "", "phase": "gradient", "name": "grad of w"}, "passed on: one of its inputs"),
+        (
+            {"is_origin": False, "op": "", "phase": "gradient", "name": "grad of w"},
+            "passed on: one of its inputs",
+        ),
     ],
 )
 def test_a_source_is_told_from_what_passed_a_difference_on(place, said):

@@ -1,4 +1,6 @@
-"""A verification stores what differs and seals a record of the rest; the judge says what it says of recordings."""
+"""A verification stores what differs and seals a record of the rest;
+the judge says what it says of recordings.
+"""
 
 import contextlib
 import json
@@ -11,9 +13,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from judged import require_one_verdict
-from step_builder import StepBuilder, detector, record, reducing_step, run_fits, steps_of, training_step
+from step_builder import (
+    StepBuilder,
+    detector,
+    record,
+    reducing_step,
+    run_fits,
+    steps_of,
+    training_step,
+)
 
-from det_callbacks.compare.record import TOGETHER, FitRecord, RankRecord, Stop, Tally, record_path, write_record
+from det_callbacks.compare.record import (
+    TOGETHER,
+    FitRecord,
+    RankRecord,
+    Stop,
+    Tally,
+    record_path,
+    write_record,
+)
 from det_callbacks.errors import NothingComparedError, ReferenceFormatError
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Verdict
@@ -25,7 +43,10 @@ FITS = st.lists(st.lists(st.sampled_from(range(len(CHANGES))), max_size=4), min_
 
 
 def made(fits: list[list[int]]) -> list[dict[int, StepBuilder]]:
-    return [{step: training_step(muls=4, **CHANGES[change]) for step, change in enumerate(fit)} for fit in fits]
+    return [
+        {step: training_step(muls=4, **CHANGES[change]) for step, change in enumerate(fit)}
+        for fit in fits
+    ]
 
 
 @settings(max_examples=30, deadline=None)
@@ -47,7 +68,9 @@ def test_the_verdict_is_that_of_two_recordings(tmp_path_factory, ours, theirs, i
     found = live.finish()
     require_one_verdict(found, reference, folder / "verified")
     # the recording has no evidence, from which to read findings; a verification needs none
-    expected["evidence"] = [line for line in expected["evidence"] if "findings of the current run" not in line]
+    expected["evidence"] = [
+        line for line in expected["evidence"] if "findings of the current run" not in line
+    ]
     names = {"current": ""}
     assert found.to_dict() | names == expected | names
 
@@ -63,9 +86,15 @@ def verified(reference: Path, current: Path, **changes: Any) -> Verdict:
     return live.finish()
 
 
-def test_steps_that_were_not_stored_are_counted_and_the_first_that_differs_is_stored(reference, tmp_path, monkeypatch):
+def test_steps_that_were_not_stored_are_counted_and_the_first_that_differs_is_stored(
+    reference, tmp_path, monkeypatch
+):
     match = verified(reference, tmp_path / "match")
-    assert (match.counts.steps_compared, match.coverage.steps, match.coverage.ops_seen) == (10, (0, 9), 30)
+    assert (match.counts.steps_compared, match.coverage.steps, match.coverage.ops_seen) == (
+        10,
+        (0, 9),
+        30,
+    )
     assert not list((tmp_path / "match" / "programs").iterdir())
     changes = {f"s{step}": {"noise_at": 2} for step in range(3, 10)}
     stored = verified(reference, tmp_path / "all", **changes)
@@ -115,30 +144,42 @@ def test_what_is_not_over_is_no_match(reference, tmp_path):
     stopped = detector(reference, tmp_path / "stopped")
     run_fits(stopped, [steps_of(range(4))], ends=False)
     assert stopped.stop("KeyboardInterrupt") is None
-    with pytest.raises(NothingComparedError, match=r"by KeyboardInterrupt after step 3.*the rest was not compared"):
+    with pytest.raises(
+        NothingComparedError, match=r"by KeyboardInterrupt after step 3.*the rest was not compared"
+    ):
         compare_runs(reference, tmp_path / "stopped")
     running = detector(reference, tmp_path / "running")
     run_fits(running, [steps_of(range(10))])
     assert running.finish().verdict == "match"
     running.begin_fit(1)
-    with pytest.raises(NothingComparedError, match="was killed, or is still running: it compared no step"):
+    with pytest.raises(
+        NothingComparedError, match="was killed, or is still running: it compared no step"
+    ):
         compare_runs(reference, tmp_path / "running")
     running.close(complete=False)
 
 
 def test_what_a_killed_verification_found_before_is_known(reference, tmp_path, monkeypatch):
-    """As after a kill, since nothing was closed; the step under way, which is stored before the record, is lost."""
+    """As after a kill, since nothing was closed; the step under way,
+    which is stored before the record, is lost.
+    """
     monkeypatch.setattr("det_callbacks.verify.verification.STEPS_BETWEEN_RECORDS", 2)
     killed = detector(reference, tmp_path / "killed")
     run_fits(killed, [steps_of(range(5))], ends=False)
-    with pytest.raises(NothingComparedError, match=r"compared steps until 3, and found no difference"):
+    with pytest.raises(
+        NothingComparedError, match=r"compared steps until 3, and found no difference"
+    ):
         compare_runs(reference, tmp_path / "killed")
     differing = steps_of(range(7), s5={"noise_at": 1}, s6={"noise_at": 1})
     killed.add(differing[5].trace(), step=5, epoch=0)
     before = record_path(tmp_path / "killed", 0).read_bytes()
     killed.add(differing[6].trace(), step=6, epoch=0)
     verdict = compare_runs(reference, tmp_path / "killed")
-    assert (verdict.verdict, verdict.cause, verdict.first_divergence.step) == ("diverged", "forward", 5)
+    assert (verdict.verdict, verdict.cause, verdict.first_divergence.step) == (
+        "diverged",
+        "forward",
+        5,
+    )
     assert verdict.counts.steps_compared == 7
     assert "was killed, or is still running: it compared steps until 6" in verdict.explanation
     record_path(tmp_path / "killed", 0).write_bytes(before)
@@ -148,7 +189,10 @@ def test_what_a_killed_verification_found_before_is_known(reference, tmp_path, m
 
 def of_another_run(path: Path) -> None:
     content = json.loads(path.read_bytes())["content"]
-    write_record(path.parent.parent, msgspec.convert({**content, "run_id": "another"}, RankRecord, strict=False))
+    write_record(
+        path.parent.parent,
+        msgspec.convert({**content, "run_id": "another"}, RankRecord, strict=False),
+    )
 
 
 def without_a_stored_step(path: Path) -> None:
@@ -163,7 +207,9 @@ def with_flipped_bits(path: Path) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("damage", [Path.unlink, of_another_run, without_a_stored_step, with_flipped_bits])
+@pytest.mark.parametrize(
+    "damage", [Path.unlink, of_another_run, without_a_stored_step, with_flipped_bits]
+)
 def test_a_damaged_record_is_an_error(damage, reference, tmp_path):
     verified(reference, tmp_path / "current", s3={"noise_at": 1})
     for _ in damage(record_path(tmp_path / "current", 0)) or [None]:
@@ -182,12 +228,18 @@ def test_a_verification_is_no_reference_and_belongs_to_its_own(reference, tmp_pa
 
 @pytest.mark.parametrize("reason", [TOGETHER, "ValueError"])
 def test_a_rank_that_was_stopped_before_is_not_known_to_agree(reason, tmp_path):
-    """What a collective delivered to one rank is its own fault only where all others put in what the reference did."""
+    """What a collective delivered to one rank is its own fault only where all others put
+    in what the reference did.
+    """
     reference = record(tmp_path / "reference", {1: reducing_step()}, others=[{1: reducing_step()}])
-    current = record(tmp_path / "current", {1: reducing_step(delivered="x")}, others=[{}], purpose="verify")
+    current = record(
+        tmp_path / "current", {1: reducing_step(delivered="x")}, others=[{}], purpose="verify"
+    )
     runs = Run.open(reference), Run.open(current)
     for rank, stored in enumerate((1, 0)):
-        fit = FitRecord(segment=0, compared={1}, differing={1} if stored else set(), num_stored=stored)
+        fit = FitRecord(
+            segment=0, compared={1}, differing={1} if stored else set(), num_stored=stored
+        )
         found = RankRecord(
             run_id=runs[1].manifest.run_id,
             reference_id=runs[0].manifest.run_id,

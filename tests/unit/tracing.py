@@ -65,7 +65,10 @@ def digests_by_name(trace: StepTrace, phase: str) -> dict[str, int]:
 
 
 def assert_same(first: StepTrace, second: StepTrace) -> None:
-    sites, others = ([structs.replace(site, source=()) for site in trace.program.sites] for trace in (first, second))
+    sites, others = (
+        [structs.replace(site, source=()) for site in trace.program.sites]
+        for trace in (first, second)
+    )
     assert sites == others
     assert first.program.id == second.program.id
     assert first.layout_id == second.layout_id

@@ -1,7 +1,7 @@
 """Targets of the presets in ``pkg://det_callbacks.conf``.
 
-If a module cannot be imported, Hydra reports only that it cannot locate the target. So the functions
-import torch and Lightning, and can show the error.
+If a module cannot be imported, Hydra reports only that it cannot locate the target. So the
+functions import torch and Lightning, and can show the error.
 """
 
 import os
@@ -32,7 +32,8 @@ def determinism_callback(
     ``determinism`` in the job's output directory. In a multirun each job has a separate folder,
     ``job-0``, ``job-1``, in the order of the sweep.
     """
-    from det_callbacks.integrations.hydra.job import callback_of_job  # noqa: PLC0415  # loads Lightning
+    # loads Lightning
+    from det_callbacks.integrations.hydra.job import callback_of_job  # noqa: PLC0415
 
     return callback_of_job(reference, current, arguments)
 
@@ -40,15 +41,17 @@ def determinism_callback(
 class DeterminismJobCallback(Callback):
     """Applies ``determinism.settings`` before the task function, and restores everything after it.
 
-    The exit status is 1 if diverged, 2 on an error, 3 if not comparable; in a multirun it is the status
-    of the first job that failed. A job in which none of our callbacks ran a fit fails with 2. After
-    KeyboardInterrupt or SystemExit nothing is restored, because Hydra calls no callback.
+    The exit status is 1 if diverged, 2 on an error, 3 if not comparable; in a multirun it is the
+    status of the first job that failed. A job in which none of our callbacks ran a fit fails with
+    2. After KeyboardInterrupt or SystemExit nothing is restored, because Hydra calls no callback.
     """
 
     _job: "Job"
 
     @override
-    def on_job_start(self, config: DictConfig, *, task_function: TaskFunction, **kwargs: Any) -> None:
+    def on_job_start(
+        self, config: DictConfig, *, task_function: TaskFunction, **kwargs: Any
+    ) -> None:
         with _ending_the_process_on_errors():
             from det_callbacks.integrations.hydra.job import Job  # noqa: PLC0415  # loads Lightning
 
@@ -75,7 +78,10 @@ def _ending_the_process_on_errors() -> Iterator[None]:
 
 def _print_error(error: Exception) -> None:
     """Print our errors without a traceback, unless HYDRA_FULL_ERROR is set, and others with one."""
-    if isinstance(error, DetCallbacksError) and os.environ.get("HYDRA_FULL_ERROR", "0") in ("", "0"):
+    if isinstance(error, DetCallbacksError) and os.environ.get("HYDRA_FULL_ERROR", "0") in (
+        "",
+        "0",
+    ):
         from det_callbacks.report.console import print_error  # noqa: PLC0415  # loads rich
 
         print_error(error)

@@ -14,16 +14,23 @@ from hydra.errors import InstantiationException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from det_callbacks.errors import DetCallbacksError, NothingComparedError, SelectionError, SettingsError
+from det_callbacks.errors import (
+    DetCallbacksError,
+    NothingComparedError,
+    SelectionError,
+    SettingsError,
+)
 from det_callbacks.integrations.lightning import DeterminismCallback
 from det_callbacks.settings import DeterminismSettings, enforce_determinism
-from det_callbacks.training import fits
-from det_callbacks.training.fits import finish
+from det_callbacks.training import recording
+from det_callbacks.training.recording import finish
 
 _ARGUMENTS = inspect.signature(DeterminismCallback).parameters
 
 
-def callback_of_job(reference: str | None, current: str | None, arguments: dict[str, Any]) -> DeterminismCallback:
+def callback_of_job(
+    reference: str | None, current: str | None, arguments: dict[str, Any]
+) -> DeterminismCallback:
     # None if composed outside hydra.main
     config = HydraConfig.get() if HydraConfig.initialized() else None
 
@@ -31,10 +38,16 @@ def callback_of_job(reference: str | None, current: str | None, arguments: dict[
         if path is None:
             return None
         if not str(path):  # Path("") is the launch directory
-            raise SelectionError("determinism.reference and determinism.current must be paths of folders; got ''.")
+            raise SelectionError(
+                "determinism.reference and determinism.current must be paths of folders; got ''."
+            )
         if config is None:
             return Path(str(path)).absolute()
-        return Path(config.runtime.cwd, str(path), f"job-{config.job.num}" if config.mode == RunMode.MULTIRUN else "")
+        return Path(
+            config.runtime.cwd,
+            str(path),
+            f"job-{config.job.num}" if config.mode == RunMode.MULTIRUN else "",
+        )
 
     place, replay = folder(current), arguments.get("replay")
     if config is not None:
@@ -53,14 +66,16 @@ class Job:
         mode = OmegaConf.select(config, "determinism.mode")
         if mode is None:
             raise SettingsError(
-                "hydra.callbacks.determinism is configured, but determinism.mode is not. Use the presets: add "
-                "pkg://det_callbacks.conf to hydra.searchpath and +determinism=record."
+                "hydra.callbacks.determinism is configured, but determinism.mode is not. Use the "
+                "presets: add pkg://det_callbacks.conf to hydra.searchpath and +determinism=record."
             )
         if mode != "disabled":
             self._open(config)
 
     def end(self, job_return: JobReturn) -> DetCallbacksError | None:
-        """Restore the settings; return our error, if any, that the job ends with and that sets its exit status."""
+        """Restore the settings; return our error, if any, that the job ends with and
+        that sets its exit status.
+        """
         error: Any = finish(has_failed=job_return.status == JobStatus.FAILED)
         self._undo.close()
         if job_return.status == JobStatus.FAILED:
@@ -69,7 +84,8 @@ class Job:
                 error = error.__cause__  # raised while hydra.utils.instantiate built the callback
         if not isinstance(error, DetCallbacksError):
             return None
-        # Hydra raises the return value of a failed job at the end of the run; it lets a SystemExit pass
+        # Hydra raises the return value of a failed job at the end of the run;
+        # it lets a SystemExit pass
         job_return.status = JobStatus.FAILED
         job_return.return_value = SystemExit(error.exit_code)
         return error
@@ -79,8 +95,9 @@ class Job:
             raise SelectionError(f"DeterminismCallback has no argument {unknown[0]}.")
         if OmegaConf.is_missing(config.determinism, "reference"):
             raise SettingsError(
-                "determinism.reference is not set, so there is no folder to record to or verify against. Add "
-                "determinism.reference=refs/run1 (relative to the directory where you start the program)."
+                "determinism.reference is not set, so there is no folder to record to or verify "
+                "against. Add determinism.reference=refs/run1 (relative to the directory where you "
+                "start the program)."
             )
         self._undo.callback(os.environ.update, dict(os.environ))
         self._undo.callback(os.environ.clear)  # undone before the update
@@ -93,17 +110,19 @@ class Job:
         mode = config.determinism.mode
         name = "ReplicaAuditCallback" if mode == "replicas" else "DeterminismCallback"
         error = NothingComparedError(
-            f"determinism.mode={mode}, but no {name} ran a fit in this job, so nothing was recorded or compared. In "
-            "the program, build cfg.callbacks (hydra.utils.instantiate), pass it to the Trainer, and call trainer.fit, "
-            "with a strategy that trains in this process: ddp, not ddp_spawn."
+            f"determinism.mode={mode}, but no {name} ran a fit in this job, so nothing was "
+            "recorded or compared. In the program, build cfg.callbacks (hydra.utils.instantiate), "
+            "pass it to the Trainer, and call trainer.fit, with a strategy that trains in this "
+            "process: ddp, not ddp_spawn."
         )
-        before, fits.last_error = fits.num_fits, None
-        fits.wait(self, lambda: fits.last_error if fits.num_fits > before else error)
+        before, recording.last_error = recording.num_fits, None
+        recording.wait(self, lambda: recording.last_error if recording.num_fits > before else error)
 
 
 def _error_of(job_return: JobReturn) -> BaseException | None:
     try:
-        with redirect_stderr(io.StringIO()):  # Hydra writes "Error executing job" each time, and once more at the end
+        # Hydra writes "Error executing job" each time, and once more at the end
+        with redirect_stderr(io.StringIO()):
             job_return.return_value  # noqa: B018  # raises it
     except BaseException as error:  # noqa: BLE001  # the user's code may raise anything
         return error

@@ -1,6 +1,7 @@
 """DeterminismCallback: records a training run, or verifies it against a recorded one."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import lightning.pytorch as pl
@@ -9,10 +10,27 @@ from torch import Tensor
 from typing_extensions import override
 
 from det_callbacks.errors import NothingComparedError, SelectionError
+from det_callbacks.integrations.command import (
+    claim_run,
+    print_errors_plainly,
+    read_arguments,
+    report_to_command,
+)
 from det_callbacks.integrations.lightning.checkpoint.watch import CheckpointWatch
-from det_callbacks.integrations.lightning.logged import CALLS, LoggedMetrics, ProgressReporter
+from det_callbacks.integrations.lightning.logged import (
+    CALLS,
+    LoggedMetrics,
+    ProgressReporter,
+    print_beside_bar,
+)
 from det_callbacks.integrations.lightning.trainer import LightningTraining
-from det_callbacks.internals.lightning import RESTORE, checkpoint_connector, is_training_done, join_twins, require
+from det_callbacks.internals.lightning import (
+    RESTORE,
+    checkpoint_connector,
+    is_training_done,
+    join_twins,
+    require,
+)
 from det_callbacks.internals.replaced import ReplacedMethods
 from det_callbacks.report.closing_lines import no_metrics_text
 from det_callbacks.training.following import FollowedRun
@@ -22,13 +40,14 @@ from det_callbacks.training.following import FollowedRun
 class DeterminismCallback(FollowedRun, pl.Callback):
     """Record a training run, or verify it bit for bit against a recorded one.
 
-    The callback changes no bits of the training. Level op costs about 10 microseconds an op, and a pass
-    over every output at memory speed; see ``recipes/overhead``. A verification takes the arguments from
-    ``level`` to ``compiled``, ``replay`` and ``keep_tensors`` from the reference, and refuses different
-    ones. ``docs/reference/callback.md`` has details on each argument.
+    The callback changes no bits of the training. Level op costs about 10 microseconds an op, and a
+    pass over every output at memory speed; see ``recipes/overhead``. A verification takes the
+    arguments from ``level`` to ``compiled``, ``replay`` and ``keep_tensors`` from the reference,
+    and refuses different ones. ``docs/reference/callback.md`` has details on each argument.
 
     Args:
-        reference: folder of the reference, written by record and read by verify, or None for an audit.
+        reference: folder of the reference, written by record and read by verify,
+            or None for an audit.
         mode: "record" writes the reference, "verify" compares with it, "audit" runs ops twice,
             "disabled" does nothing.
         current: folder for the results of verify or audit; by default a new one below the Trainer's
@@ -47,8 +66,8 @@ class DeterminismCallback(FollowedRun, pl.Callback):
             runs have.
         on_divergence: "raise" stops at the first diverging step, "collect" raises at the end,
             "warn" warns at the end.
-        settings: in force during training, and restored after it; an error if one can no longer take
-            effect.
+        settings: in force during training, and restored after it;
+            an error if one can no longer take effect.
         replay: ops whose outputs record saves and verify restores: ``[phase/][module:]op``
             patterns, or a YAML file.
         keep_tensors: the same patterns, for ops whose outputs are kept to report distances.
@@ -70,14 +89,14 @@ class DeterminismCallback(FollowedRun, pl.Callback):
         choices: additional entries for the recorded environment (see ``capture_environment``).
 
     Raises:
-        SelectionError, SettingsError: an argument is not allowed (at construction), or can no longer
-            take effect.
+        SelectionError, SettingsError: an argument is not allowed (at construction),
+            or can no longer take effect.
         ReferenceNotFoundError, ReferenceFormatError, RunExistsError: the reference is missing or
             damaged, or the folder already holds a run.
-        RunInUseError, WriteError: another process writes to the folder; the folder cannot be written,
-            for example because the disk is full.
-        DivergenceError, NotComparableError: the run does not match the reference, or the run that it
-            resumes.
+        RunInUseError, WriteError: another process writes to the folder; the folder cannot be
+            written, for example because the disk is full.
+        DivergenceError, NotComparableError: the run does not match the reference,
+            or the run that it resumes.
         ReplayError, ReplicaError, AuditError: the tensors exceed the budget; replicas differ; an op
             does not repeat its bits.
         CheckpointMismatchError, CheckpointFormatError: a checkpoint does not match its digests.
@@ -112,10 +131,18 @@ class DeterminismCallback(FollowedRun, pl.Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the arguments and the verdict, without the files of a fit."""
-        # without `log` and `log_dict`, which Lightning sets on each callback to methods of the module
+        # without `log` and `log_dict`, which Lightning sets on each
+        # callback to methods of the module
         options: dict[str, Any] = {"mode": "disabled", "on_divergence": self.on_divergence}
-        fresh = vars(type(self)(None, **options, audit_replicas_every_n_steps=self.audit_replicas_every_n_steps))
-        return {name: value if name.startswith("_") else vars(self)[name] for name, value in fresh.items()}
+        fresh = vars(
+            type(self)(
+                None, **options, audit_replicas_every_n_steps=self.audit_replicas_every_n_steps
+            )
+        )
+        return {
+            name: value if name.startswith("_") else vars(self)[name]
+            for name, value in fresh.items()
+        }
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -132,10 +159,16 @@ class DeterminismCallback(FollowedRun, pl.Callback):
     def _prepare(self) -> None:
         trainer = self._training.trainer
         require(trainer)
-        callbacks = [other for other in vars(trainer)["callbacks"] if isinstance(other, DeterminismCallback)]
-        if sum(callback.mode != "disabled" and not callback.gives_way for callback in callbacks) > 1:
+        callbacks = [
+            other for other in vars(trainer)["callbacks"] if isinstance(other, DeterminismCallback)
+        ]
+        if (
+            sum(callback.mode != "disabled" and not callback.gives_way for callback in callbacks)
+            > 1
+        ):
             raise SelectionError(
-                "This Trainer has two DeterminismCallbacks. Use only one; to record and verify, train twice."
+                "This Trainer has two DeterminismCallbacks. Use only one; to record and verify, "
+                "train twice."
             )
         super()._prepare()
 
@@ -197,7 +230,9 @@ class DeterminismCallback(FollowedRun, pl.Callback):
             self._checkpoints.resuming.begin_epoch()
 
     @override
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, *_: Any, **__: Any) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: Any, batch: Any, *_: Any, **__: Any
+    ) -> None:
         if not self._is_open:
             return
         step = trainer.fit_loop.epoch_loop.total_batch_idx
@@ -210,7 +245,9 @@ class DeterminismCallback(FollowedRun, pl.Callback):
         self._begin_step(step, batch)
 
     @override
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+    def on_before_backward(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
+    ) -> None:
         self._hooks.note_loss(loss)
 
     @override
@@ -222,7 +259,9 @@ class DeterminismCallback(FollowedRun, pl.Callback):
         self._hooks.begin_gradients()
 
     @override
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, *_: Any, **__: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, *_: Any, **__: Any
+    ) -> None:
         if self._is_open:
             self._end_step(trainer.current_epoch, outputs)
 
@@ -252,7 +291,9 @@ class DeterminismCallback(FollowedRun, pl.Callback):
             self._begin(call=self._call)
 
     @override
-    def on_validation_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, *place: Any, **_: Any) -> None:
+    def on_validation_batch_start(
+        self, trainer: pl.Trainer, pl_module: Any, batch: Any, *place: Any, **_: Any
+    ) -> None:
         if self._is_open:
             self._logged.note_batch(trainer, batch, *place)
 
@@ -266,11 +307,15 @@ class DeterminismCallback(FollowedRun, pl.Callback):
         elif self._call is not None and self._is_open:
             self._end_call(trainer, self._call)
         elif self._is_fitting and not self._logged.is_resuming:
-            differs = self._logged.read(trainer, "validation", self._logged.step, epoch=trainer.current_epoch)
+            differs = self._logged.read(
+                trainer, "validation", self._logged.step, epoch=trainer.current_epoch
+            )
             self._stop_together(differs=differs)
 
     def _end_call(self, trainer: pl.Trainer, call: str) -> None:
-        """End a call of ``trainer.validate`` or ``trainer.test``, which is compared by its metrics."""
+        """End a call of ``trainer.validate`` or ``trainer.test``,
+        which is compared by its metrics.
+        """
         self._logged.read(trainer, call, self._session.num_calls(call), epoch=trainer.current_epoch)
         self._session.stages.append(call)
         self._call = None
@@ -310,7 +355,9 @@ class DeterminismCallback(FollowedRun, pl.Callback):
             self._checkpoints.resuming.detach()
 
     @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
         self._call = None
         self._progress.close()
         self._stop(exception)
@@ -323,4 +370,54 @@ class DeterminismCallback(FollowedRun, pl.Callback):
             self._stage.close()
         call_without_batch, self._call = self._call, None
         if call_without_batch is not None:
-            raise NothingComparedError(no_metrics_text(call_without_batch, reference=self.reference))
+            raise NothingComparedError(
+                no_metrics_text(call_without_batch, reference=self.reference)
+            )
+
+
+class LaunchedCallback(DeterminismCallback):
+    """Records all fits of a script as one run, unless the script has a DeterminismCallback."""
+
+    gives_way = is_of_command = True
+    _has_claimed = False
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self._is_fitting:
+            raise SelectionError(
+                "This script trains one model inside the fit of another, but det-callbacks records "
+                "fits only one after the other. Add a DeterminismCallback to one Trainer, and "
+                "start the script without det-callbacks."
+            )
+        ours = [one for one in vars(trainer)["callbacks"] if isinstance(one, DeterminismCallback)]
+        if any(one.mode != "disabled" and not one.gives_way for one in ours):
+            if self._has_claimed:
+                raise SelectionError(
+                    "One Trainer of this script has a DeterminismCallback and another has none, so "
+                    "det-callbacks cannot record them as one run. Add the callback to all "
+                    "Trainers, or to none."
+                )
+            if trainer.is_global_zero and self.mode != "disabled":
+                print_beside_bar(
+                    trainer,
+                    "det_callbacks: the script has its own DeterminismCallback, which is used",
+                )
+            self.mode = "disabled"
+        elif trainer.is_global_zero and not self._has_claimed and self.mode != "disabled":
+            claim_run()
+            self._has_claimed = True
+        super().setup(trainer, pl_module, stage)
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        super().on_exception(trainer, pl_module, exception)
+        report_to_command(exception)  # Hydra or the script may catch it
+
+
+@cache  # all Trainers share one run
+def launched_callback(asked: str) -> LaunchedCallback:
+    """Return the callback of this process; from now on print errors without a traceback."""
+    print_errors_plainly()
+    return LaunchedCallback(**read_arguments(asked))

@@ -32,9 +32,9 @@ from det_callbacks.report.closing_lines import progress_word
 from det_callbacks.report.console import print_closing_line
 from det_callbacks.runs.metrics import RESUMED, Reading, ReadRow
 from det_callbacks.settings.generators import RewindPoint
-from det_callbacks.trace.op.components import holds_data
-from det_callbacks.trace.state.leaves import flatten
-from det_callbacks.training.metrics import generator_states, metric_of
+from det_callbacks.trace.components import holds_data
+from det_callbacks.trace.leaves import flatten
+from det_callbacks.training.evidence import generator_states, metric_of
 from det_callbacks.training.session import Progress, Session
 from det_callbacks.verdict import Verdict
 
@@ -68,7 +68,11 @@ class LoggedMetrics:
         if self.is_resuming:
             self.is_resuming = False
             if not trainer.fit_loop.epoch_loop.batch_idx:
-                self.whole_epoch = (ReadRow("hook", "on_train_epoch_start", "left out, or on_train_start ran as well"),)
+                self.whole_epoch = (
+                    ReadRow(
+                        "hook", "on_train_epoch_start", "left out, or on_train_start ran as well"
+                    ),
+                )
             self._put_resumed(trainer, step - 1, is_first=True)
 
     def resume(self, trainer: pl.Trainer, step: int) -> None:
@@ -76,12 +80,16 @@ class LoggedMetrics:
         self.whole_epoch = None
         self._put_resumed(trainer, step - 1, is_first=True)
 
-    def note_batch(self, trainer: pl.Trainer, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def note_batch(
+        self, trainer: pl.Trainer, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         if not batch_idx and trainer.is_global_zero:
             with unobserved():
                 for name, value in flatten(batch, f"loader {dataloader_idx}: batch", is_whole=True):
                     if isinstance(value, Tensor) and holds_data(value):
-                        self.first_batches.append(ReadRow("batch", name, format_digest(digest_tensor(value))))
+                        self.first_batches.append(
+                            ReadRow("batch", name, format_digest(digest_tensor(value)))
+                        )
 
     def read_epoch(self, trainer: pl.Trainer) -> bool:
         epoch, self.ended_epoch = self.ended_epoch, None
@@ -95,7 +103,13 @@ class LoggedMetrics:
         return False
 
     def read(
-        self, trainer: pl.Trainer, where: str, number: int, *, epoch: int, known: tuple[ReadRow, ...] = ()
+        self,
+        trainer: pl.Trainer,
+        where: str,
+        number: int,
+        *,
+        epoch: int,
+        known: tuple[ReadRow, ...] = (),
     ) -> bool:
         session = self._session
         if session is None or not trainer.is_global_zero:
@@ -103,28 +117,44 @@ class LoggedMetrics:
         fresh = self._fresh(trainer, where)
         first_batches, self.first_batches = self.first_batches, []
         with unobserved():
-            values = {name: value for name, value in fresh.items() if isinstance(value, Tensor | float | int)}
+            values = {
+                name: value
+                for name, value in fresh.items()
+                if isinstance(value, Tensor | float | int)
+            }
             selects = session.arguments.selection.selects_metric
             metrics = {name: metric_of(value) for name, value in values.items() if selects(name)}
         if not metrics and not known:
             return False
         of_data = () if where == "epoch" else (*_lengths(trainer, where), *first_batches)
         reads = (*known, *generator_states(session.reader), *of_data)
-        place: dict[str, Any] = {"where": where, "number": number, "step": self.step, "epoch": epoch}
+        place: dict[str, Any] = {
+            "where": where,
+            "number": number,
+            "step": self.step,
+            "epoch": epoch,
+        }
         return bool(session.put_metrics(Reading(**place, metrics=metrics, reads=reads)))
 
     def _put_resumed(self, trainer: pl.Trainer, step: int, *, is_first: bool = False) -> None:
         if self._session is not None and trainer.is_global_zero:
-            place = Reading(where=RESUMED, number=step, step=step, epoch=trainer.current_epoch, metrics={})
+            place = Reading(
+                where=RESUMED, number=step, step=step, epoch=trainer.current_epoch, metrics={}
+            )
             self._session.resume_metrics(place, is_first=is_first)
 
     def _fresh(self, trainer: pl.Trainer, where: str) -> dict[str, Any]:
-        """Return the values logged since the last reading: Lightning makes a new object for each value.
+        """Return the values logged since the last reading: Lightning makes a
+        new object for each value.
 
         Other callbacks also log values, such as the next learning rate.
         """
         found = epoch_results(trainer.fit_loop.epoch_loop) if where == "epoch" else results(trainer)
-        logged = {name for one in found.result_metrics for name in name_of_result(found, one, on_step=False)}
+        logged = {
+            name
+            for one in found.result_metrics
+            for name in name_of_result(found, one, on_step=False)
+        }
         values = callback_metrics(logger_connector(trainer))
         known = {name: value for name, value in values.items() if name in logged}
         fresh = {name: value for name, value in known.items() if value is not self._seen.get(name)}
@@ -135,7 +165,9 @@ class LoggedMetrics:
 def _lengths(trainer: pl.Trainer, where: str) -> list[ReadRow]:
     loop: Any = trainer.test_loop if where == "trainer.test" else trainer.validate_loop
     loop = trainer.fit_loop.epoch_loop.val_loop if where == "validation" else loop
-    sets: list[Any] = [getattr(loader, "dataset", None) for loader in combined_loader(loop).flattened]
+    sets: list[Any] = [
+        getattr(loader, "dataset", None) for loader in combined_loader(loop).flattened
+    ]
     sized = [(at, data) for at, data in enumerate(sets) if hasattr(data, "__len__")]
     return [ReadRow("length", f"loader {at}", str(len(data))) for at, data in sized]
 
@@ -203,15 +235,23 @@ class ProgressReporter:
             metrics["chain"] = progress.chain >> 40
         states = RewindPoint()
         for logger in trainer.loggers:
-            logger.log_metrics({f"{KEY}/{name}": float(value) for name, value in metrics.items()}, step=self._step)
+            logger.log_metrics(
+                {f"{KEY}/{name}": float(value) for name, value in metrics.items()}, step=self._step
+            )
             logger.save()
         states.put_back()
 
 
 def _give_verdict(logger: Logger, verdict: Verdict, step: int) -> None:
-    files = [path for name in (VERDICT_FILE, REPORT_FILE) if (path := Path(verdict.current, name)).is_file()]
+    files = [
+        path
+        for name in (VERDICT_FILE, REPORT_FILE)
+        if (path := Path(verdict.current, name)).is_file()
+    ]
     if isinstance(logger, either(TensorBoardLogger)):
-        logger.experiment.add_text(f"{KEY}/verdict", f"{verdict.verdict}: {verdict.explanation}", step)
+        logger.experiment.add_text(
+            f"{KEY}/verdict", f"{verdict.verdict}: {verdict.explanation}", step
+        )
         logger.save()
     for path in files:
         if isinstance(logger, either(WandbLogger)):  # wandb 0.31

@@ -37,19 +37,19 @@ def prove_resume(
 
     Three runs start from the current generator states. The first trains ``steps`` steps and is
     recorded. The second saves a checkpoint after ``stop_at`` steps (at an epoch's end in
-    ``on_train_epoch_end``), and is interrupted after it loads the next batch. The third resumes from the
-    checkpoint, and is verified. This costs slightly more than two traced runs. The generators are
-    restored at the end.
+    ``on_train_epoch_end``), and is interrupted after it loads the next batch. The third resumes
+    from the checkpoint, and is verified. This costs slightly more than two traced runs. The
+    generators are restored at the end.
 
     With several processes, each must run the program: use ``strategy="ddp"``, a
-    ``ModelParallelStrategy`` or torchrun, not strategies that spawn. Each process gets the verdict for
-    all ranks.
+    ``ModelParallelStrategy`` or torchrun, not strategies that spawn.
+    Each process gets the verdict for all ranks.
 
     Args:
         make_trainer: returns a new Trainer, which must train for at least ``steps`` steps.
         make_model: returns a new model, built the same way each time.
-        make_data: returns the argument of ``Trainer.fit`` after the model, or a tuple of training and
-            validation loaders.
+        make_data: returns the argument of ``Trainer.fit`` after the model, or a tuple of training
+            and validation loaders.
         stop_at: training batches before the interruption, at least 1.
         steps: total number of training batches, more than ``stop_at``.
         folder: for the runs and the checkpoint; by default ``determinism/resume-NNN`` below the
@@ -61,8 +61,8 @@ def prove_resume(
         The verdict on the resumed run, or on the interrupted one if that already differs.
 
     Raises:
-        SelectionError: ``stop_at`` or ``steps`` is out of range, the training ends too early, or the
-            strategy spawns processes.
+        SelectionError: ``stop_at`` or ``steps`` is out of range, the training ends too early, or
+            the strategy spawns processes.
         NotResumableError: the checkpoint cannot be resumed exactly; the message has the reasons.
 
     Examples:
@@ -77,7 +77,8 @@ def prove_resume(
     """
     if type(stop_at) is not int or type(steps) is not int or not 0 < stop_at < steps:
         raise SelectionError(
-            f"stop_at must be at least 1 and less than steps; got stop_at={stop_at!r} and steps={steps!r}."
+            f"stop_at must be at least 1 and less than steps; got stop_at={stop_at!r} and "
+            f"steps={steps!r}."
         )
     place = (free_folder(Path(), kind="resume") if folder is None else Path(folder)).absolute()
     checkpoint = place / "interrupted.ckpt"
@@ -87,7 +88,9 @@ def prove_resume(
         generators = RewindPoint()
         trainer = make_trainer()
         if isinstance(trainer.strategy.launcher, either(MultiProcessingLauncher)):
-            raise SelectionError('Spawned processes return nothing: use strategy="ddp", or torchrun.')
+            raise SelectionError(
+                'Spawned processes return nothing: use strategy="ddp", or torchrun.'
+            )
         callbacks: list[pl.Callback] = vars(trainer)["callbacks"]
         callbacks[:] = [callback, *callbacks, end]
         model, data = make_model(), make_data()
@@ -101,8 +104,8 @@ def prove_resume(
     train(recorded(place / "reference"), end)
     if end.num_done < steps:
         raise SelectionError(
-            f"The training ended after {end.num_done} of {count(steps, 'step')}. Let its Trainer train longer "
-            "(max_epochs, max_steps), or pass fewer steps."
+            f"The training ended after {end.num_done} of {count(steps, 'step')}. Let its Trainer "
+            "train longer (max_epochs, max_steps), or pass fewer steps."
         )
     with suppress(TrainingInterruptedError):
         train(recorded(place / "interrupted"), _End(stop_at, checkpoint))
@@ -121,7 +124,9 @@ def prove_resume(
     verdict = resumed.verdict
     steps_compared = None if verdict is None else verdict.coverage.steps
     if verdict is None or steps_compared is None or steps_compared[0] != stop_at:
-        raise NothingComparedError(f"The resumed run was not verified from step {stop_at} to its end.")
+        raise NothingComparedError(
+            f"The resumed run was not verified from step {stop_at} to its end."
+        )
     return verdict
 
 
@@ -130,7 +135,9 @@ class TrainingInterruptedError(Exception):
 
 
 class _End(pl.Callback):
-    """Ends a fit after some batches; given a checkpoint's path, saves there and interrupts the fit."""
+    """Ends a fit after some batches; given a checkpoint's path,
+    saves there and interrupts the fit.
+    """
 
     def __init__(self, num_steps: int, checkpoint: Path | None = None) -> None:
         self._num_steps, self._checkpoint = num_steps, checkpoint

@@ -11,29 +11,29 @@ from typing_extensions import override
 from det_callbacks.errors import NothingComparedError, SettingsError
 from det_callbacks.integrations.lightning.trainer import LightningTraining
 from det_callbacks.internals.lightning import join_twins
-from det_callbacks.runs.patterns import as_names
+from det_callbacks.runs.selection import as_names
 from det_callbacks.training.arguments import OnDivergence, require_integer, require_one_of
 from det_callbacks.training.auditing import Replicas
-from det_callbacks.training.fits import note_fit
+from det_callbacks.training.recording import note_fit
 
 
 @join_twins
 class ReplicaAuditCallback(Replicas, Callback):
     """Compare the replicas of a run on several ranks with each other; needs no reference.
 
-    It compares digests of replicated state: under DDP all parameters, buffers and optimizer state; for
-    DTensors (FSDP2, tensor parallelism) the parts replicated along a dimension of the mesh. It skips,
-    and counts in its output, shards of one rank, running statistics of batch norm, and tensors that
-    DDP ignores; it compares buffers whether or not DDP broadcasts them. An audit costs a pass over the state, and
-    exchanges a few bytes in a separate gloo group.
+    It compares digests of replicated state: under DDP all parameters, buffers and optimizer state;
+    for DTensors (FSDP2, tensor parallelism) the parts replicated along a dimension of the mesh. It
+    skips, and counts in its output, shards of one rank, running statistics of batch norm, and
+    tensors that DDP ignores; it compares buffers whether or not DDP broadcasts them. An audit costs
+    a pass over the state, and exchanges a few bytes in a separate gloo group.
     ``DeterminismCallback(audit_replicas_every_n_steps=...)`` does the same.
 
     Args:
         every_n_steps: compare before the first step, after every n-th, and at the end of the fit.
         on_divergence: "raise" stops at the first difference, "collect" raises at the end, "warn"
             warns.
-        ignore: fnmatch patterns for names of tensors that may differ, with their optimizer state, such
-            as "codebook.*".
+        ignore: fnmatch patterns for names of tensors that may differ, with their optimizer state,
+            such as "codebook.*".
 
     Attributes:
         replica_report: the ReplicaReport of the last audit, or None.
@@ -48,12 +48,18 @@ class ReplicaAuditCallback(Replicas, Callback):
 
     Examples:
         >>> callback = ReplicaAuditCallback(every_n_steps=1)
-        >>> trainer = Trainer(strategy="ddp_fork", devices=2, max_steps=2, callbacks=[callback], **quiet)
+        >>> trainer = Trainer(
+        ...     strategy="ddp_fork", devices=2, max_steps=2, callbacks=[callback], **quiet
+        ... )
         >>> trainer.fit(BoringModel())
     """
 
     def __init__(
-        self, every_n_steps: int = 100, on_divergence: OnDivergence = "raise", *, ignore: Sequence[str] = ()
+        self,
+        every_n_steps: int = 100,
+        on_divergence: OnDivergence = "raise",
+        *,
+        ignore: Sequence[str] = (),
     ) -> None:
         require_one_of("on_divergence", on_divergence, OnDivergence)
         require_integer("every_n_steps", every_n_steps, 1)
@@ -64,8 +70,8 @@ class ReplicaAuditCallback(Replicas, Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == TrainerFn.FITTING and trainer.world_size == 1:
             raise SettingsError(
-                "One process has no replicas, so there is nothing to compare. Train with several processes "
-                "(devices=2, strategy='ddp'), or omit the audit."
+                "One process has no replicas, so there is nothing to compare. Train with several "
+                "processes (devices=2, strategy='ddp'), or omit the audit."
             )
         self._num_audits = 0
 
@@ -85,7 +91,9 @@ class ReplicaAuditCallback(Replicas, Callback):
             raise error
 
     @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
         self.close()
 
     @override
@@ -93,5 +101,6 @@ class ReplicaAuditCallback(Replicas, Callback):
         self.close()
         if stage == TrainerFn.FITTING and not self._num_audits:
             raise NothingComparedError(
-                "The fit had no step to train, so no replicas were compared. Audit a fit with steps, or omit the audit."
+                "The fit had no step to train, so no replicas were compared. Audit a fit with "
+                "steps, or omit the audit."
             )

@@ -1,4 +1,6 @@
-"""Reads the facts about the training from a Trainer (Lightning 2.5 and 2.6): its loaders, and what it keeps."""
+"""Reads the facts about the training from a Trainer (Lightning 2.5 and 2.6): its
+loaders, and what it keeps.
+"""
 
 # properties implement attributes, because a Trainer sets them after it makes its callbacks
 # mypy: disable-error-code="override"
@@ -9,7 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ProgressBar, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    Checkpoint,
+    EarlyStopping,
+    ProgressBar,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -41,13 +48,13 @@ from det_callbacks.internals.torch import BUFFERS, PARAMETERS
 from det_callbacks.runs.evidence import AFTER, BEFORE
 from det_callbacks.runs.program import further_name
 from det_callbacks.settings.generators import Held
-from det_callbacks.trace.op.components import holds_data
-from det_callbacks.trace.state.leaves import flatten
-from det_callbacks.trace.state.walker import StateWalker
-from det_callbacks.training import held_generators
+from det_callbacks.trace.components import holds_data
+from det_callbacks.trace.leaves import StateWalker, flatten
+from det_callbacks.training import loading
 from det_callbacks.training.training import LoaderFollower, Training, Wrap
 
-MAX_BYTES = 1 << 20  # limit on the tensors in the ``state_dict`` of a callback that is read at each step
+# limit on the tensors in the ``state_dict`` of a callback that is read at each step
+MAX_BYTES = 1 << 20
 
 
 class StateOfCallbacks:
@@ -57,7 +64,9 @@ class StateOfCallbacks:
     ModelCheckpoint). It reads averaged weights in place, and the ``state_dict`` of other callbacks.
     """
 
-    def __init__(self, trainer: pl.Trainer, own: pl.Callback, print_line: Callable[[str], None]) -> None:
+    def __init__(
+        self, trainer: pl.Trainer, own: pl.Callback, print_line: Callable[[str], None]
+    ) -> None:
         self._trainer, self._own, self._print_line = trainer, own, print_line
         self._asked: list[tuple[str, pl.Callback]] | None = None
         self._walkers = dict[nn.Module, StateWalker]()
@@ -67,15 +76,24 @@ class StateOfCallbacks:
             for attribute, average in self._averages(callback):
                 walker = self._walkers.setdefault(average, StateWalker(average))
                 tensors = walker.walk(PARAMETERS, BUFFERS)
-                yield from ((further_name(name, f"{attribute}.{path}"), tensor) for path, tensor in tensors)
+                yield from (
+                    (further_name(name, f"{attribute}.{path}"), tensor) for path, tensor in tensors
+                )
         if self._asked is None:
             self._asked = list(self._small())
         for name, callback in self._asked:
             yield from _tensors(name, callback)
 
     def _callbacks(self) -> Iterator[tuple[str, pl.Callback]]:
-        """Yield the user's callbacks that may have such state, each with a name made of its class and index."""
-        left_out = (*either(Checkpoint), *either(EarlyStopping), *either(ProgressBar), type(self._own))
+        """Yield the user's callbacks that may have such state,
+        each with a name made of its class and index.
+        """
+        left_out = (
+            *either(Checkpoint),
+            *either(EarlyStopping),
+            *either(ProgressBar),
+            type(self._own),
+        )
         known = dict[str, int]()
         for callback in vars(self._trainer)["callbacks"]:
             if not isinstance(callback, left_out):
@@ -85,7 +103,10 @@ class StateOfCallbacks:
 
     def _averages(self, callback: pl.Callback) -> Iterator[tuple[str, nn.Module]]:
         """Yield the weight averages that a callback holds, by attribute."""
-        module, is_stochastic = self._trainer.lightning_module, isinstance(callback, either(StochasticWeightAveraging))
+        module, is_stochastic = (
+            self._trainer.lightning_module,
+            isinstance(callback, either(StochasticWeightAveraging)),
+        )
         stochastic: Any = callback
         if is_stochastic and self._trainer.current_epoch < stochastic.swa_start:
             return  # until then it holds a copy of the first weights, to be overwritten
@@ -101,13 +122,15 @@ class StateOfCallbacks:
             is_other = getattr(type(callback), "state_dict", None) not in base
             if not is_other or isinstance(callback, either(StochasticWeightAveraging)):
                 continue
-            num_bytes = sum(value.nbytes for _, value in _tensors(name, callback) if isinstance(value, Tensor))
+            num_bytes = sum(
+                value.nbytes for _, value in _tensors(name, callback) if isinstance(value, Tensor)
+            )
             if num_bytes <= MAX_BYTES:
                 yield name, callback
             elif not self._trainer.global_rank:
                 self._print_line(
-                    f"det_callbacks: the state of {name} has {num_bytes / (1 << 20):.0f} MiB, too much to compare at "
-                    "each step; the checkpoint digests include it"
+                    f"det_callbacks: the state of {name} has {num_bytes / (1 << 20):.0f} MiB, too "
+                    "much to compare at each step; the checkpoint digests include it"
                 )
 
 
@@ -123,15 +146,18 @@ _LEFT = (pl.Trainer, Logger, Strategy, Loop)
 
 
 def find_generators(roots: Mapping[str, object], *, left: tuple[type, ...] = ()) -> dict[str, Held]:
-    """Return path -> random generator for all that the roots reach, except via Lightning's loops and ``left``."""
-    return held_generators.find_generators(roots, left=(*either(*_LEFT), *left))
+    """Return path -> random generator for all that the roots reach,
+    except via Lightning's loops and ``left``.
+    """
+    return loading.find_generators(roots, left=(*either(*_LEFT), *left))
 
 
 def follow(loader: Any, follower: Any) -> Callable[[], object]:
-    """Have a loader call ``begin_iteration()``, ``begin_draw()`` and ``end_draw(batch)``; return a function to end it.
+    """Have a loader call ``begin_iteration()``, ``begin_draw()`` and ``end_draw(batch)``;
+    return a function to end it.
 
-    Several followers may end in any order. While it is followed, the loader's class is a subclass with
-    the same name.
+    Several followers may end in any order. While it is followed,
+    the loader's class is a subclass with the same name.
     """
     if not hasattr(loader, "det_callbacks_followers"):
         loader.__class__ = _followed(type(loader))
@@ -148,7 +174,8 @@ def follow(loader: Any, follower: Any) -> Callable[[], object]:
 
 
 def _followed(base: Any) -> Any:
-    """Return a subclass of a CombinedLoader's class that calls followers in the order of their registration.
+    """Return a subclass of a CombinedLoader's class that calls followers in the
+    order of their registration.
 
     The resume is first, and restores generators before the others read them.
     """
@@ -202,7 +229,10 @@ class LightningTraining(Training):
         if loader is None:
             return None
         inner = loader.flattened
-        return {f"train_dataloader{f' {number}' * (len(inner) > 1)}": one for number, one in enumerate(inner)}
+        return {
+            f"train_dataloader{f' {number}' * (len(inner) > 1)}": one
+            for number, one in enumerate(inner)
+        }
 
     @property
     def step(self) -> int:
@@ -225,22 +255,33 @@ class LightningTraining(Training):
 
     @property
     def choices(self) -> Mapping[str, Any]:
-        return {"trainer": _trainer_choices(self.trainer), "hparams": dict(self.trainer.lightning_module.hparams)}
+        return {
+            "trainer": _trainer_choices(self.trainer),
+            "hparams": dict(self.trainer.lightning_module.hparams),
+        }
 
     @property
     def hooks(self) -> Mapping[tuple[str, str], str]:
-        """The classes whose hooks run before and after ours, the user's first; excludes progress bars."""
+        """The classes whose hooks run before and after ours, the user's first;
+        excludes progress bars.
+        """
         callbacks: list[pl.Callback] = vars(self.trainer)["callbacks"]
         place, module = callbacks.index(self._own), self.trainer.lightning_module
         found: dict[tuple[str, str], str] = {}
         for order, neighbours in ((BEFORE, callbacks[:place]), (AFTER, callbacks[place + 1 :])):
             others = [one for one in neighbours if not isinstance(one, either(ProgressBar))]
-            others.sort(key=lambda callback: type(callback).__module__.startswith(("lightning.", "pytorch_lightning.")))
+            others.sort(
+                key=lambda callback: type(callback).__module__.startswith(
+                    ("lightning.", "pytorch_lightning.")
+                )
+            )
             for hook in (name for name in vars(pl.Callback) if name.startswith("on_")):
                 inherited = [getattr(base, hook) for base in either(pl.Callback)]
                 users = [one for one in others if getattr(type(one), hook, None) not in inherited]
                 names = [type(one).__qualname__ for one in users]
-                if order == AFTER and is_overridden(hook, module, own_class(module, pl.LightningModule)):
+                if order == AFTER and is_overridden(
+                    hook, module, own_class(module, pl.LightningModule)
+                ):
                     # the module's hooks run after those of all callbacks
                     names.insert(0, type(module).__qualname__)
                 if names:
@@ -256,7 +297,8 @@ class LightningTraining(Training):
         loop = self.trainer.fit_loop
         begin = partial(self._load_and_follow, follower)
         self._replaced.around(loop, LOAD_LOADER_STATES, begin)
-        if combined_loader(loop) is not None:  # made early, because a scheduler needs the number of steps
+        # made early, because a scheduler needs the number of steps
+        if combined_loader(loop) is not None:
             begin(lambda: None)
 
     def _load_and_follow(self, follower: LoaderFollower, load: Callable[[], None]) -> None:
@@ -282,8 +324,8 @@ class LightningTraining(Training):
 
     @override
     def leave_out(self, wrap: Wrap) -> None:
-        # Lightning creates sums when a name is first logged, and clears them in an epoch's first batch, so
-        # the first step after a resume would have different ops
+        # Lightning creates sums when a name is first logged, and clears them in an epoch's first
+        # batch, so the first step after a resume would have different ops
         results = epoch_results(self.trainer.fit_loop.epoch_loop)
         for name in ("log", "reset"):
             self._replaced.put(results, name, wrap)
@@ -304,26 +346,42 @@ class LightningTraining(Training):
         strategy = self.trainer.strategy
         if self.ddp is None and not isinstance(strategy, either(ModelParallelStrategy)):
             raise SettingsError(
-                f"{type(strategy).__name__} does not define which ranks hold the same parameters, so its replicas "
-                "cannot be compared. Use DDP or ModelParallelStrategy (FSDP2, tensor parallelism, meshes), or compare "
-                "runs with DeterminismCallback."
+                f"{type(strategy).__name__} does not define which ranks hold the same parameters, "
+                "so its replicas cannot be compared. Use DDP or ModelParallelStrategy (FSDP2, "
+                "tensor parallelism, meshes), or compare runs with DeterminismCallback."
             )
         # with post-local SGD (Lightning 2.6.6), replicas are equal only after an averaging
         if isinstance(strategy, either(DDPStrategy)) and model_averager(strategy) is not None:
             raise SettingsError(
-                "With DDPStrategy(model_averaging_period=...) the replicas differ by design between two averagings, so "
-                "they cannot be audited. Omit the audit or the averaging."
+                "With DDPStrategy(model_averaging_period=...) the replicas differ by design "
+                "between two averagings, so they cannot be audited. Omit the audit or the "
+                "averaging."
             )
 
 
 def _trainer_choices(trainer: pl.Trainer) -> dict[str, Any]:
-    names = ["accumulate_grad_batches", "gradient_clip_val", "world_size", "limit_train_batches", "overfit_batches"]
+    names = [
+        "accumulate_grad_batches",
+        "gradient_clip_val",
+        "world_size",
+        "limit_train_batches",
+        "overfit_batches",
+    ]
     names += ["min_epochs", "max_epochs", "min_steps", "max_steps"]
-    # only if there is a validation (as in Trainer.enable_validation), which may draw from generators
+    # only if there is a validation (as in Trainer.enable_validation),
+    # which may draw from generators
     if validation_data(trainer.fit_loop.epoch_loop.val_loop).is_defined():
-        names += ["limit_val_batches", "val_check_interval", "check_val_every_n_epoch", "num_sanity_val_steps"]
+        names += [
+            "limit_val_batches",
+            "val_check_interval",
+            "check_val_every_n_epoch",
+            "num_sanity_val_steps",
+        ]
     algorithm = trainer.gradient_clip_algorithm
     choices = {name: getattr(trainer, name) for name in names}
     choices |= {name: type(getattr(trainer, name)).__name__ for name in ("strategy", "accelerator")}
-    choices |= {"precision": str(trainer.precision), "gradient_clip_algorithm": algorithm and str(algorithm)}
+    choices |= {
+        "precision": str(trainer.precision),
+        "gradient_clip_algorithm": algorithm and str(algorithm),
+    }
     return choices

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from det_callbacks.runs.program import GRAPH
-from det_callbacks.trace.attribution.places import Places
+from det_callbacks.trace.places import Places
 from det_callbacks.trace.step import Step
 
 
@@ -35,7 +35,9 @@ class GraphCaptures:
         return bool(self.begun) and torch.cuda.is_current_stream_capturing()
 
     def is_captured(self) -> bool:
-        """Return whether a CUDA graph is being captured; if so, count the op as skipped, since it computes nothing."""
+        """Return whether a CUDA graph is being captured; if so, count the op as skipped,
+        since it computes nothing.
+        """
         if not (self.begun and self.is_capturing()):
             return False
         self._step.counts.skipped["captured"] += 1

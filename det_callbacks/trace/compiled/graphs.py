@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 from det_callbacks.digest.host import digest_bytes
 from det_callbacks.internals.dynamo import GRAPH_MEMBER, GRAPH_SOURCE
 from det_callbacks.runs.program import REGION
-from det_callbacks.runs.source_text import FUSED
-from det_callbacks.trace.attribution.source import RESUMED, line_of_trace
+from det_callbacks.runs.tables import FUSED
+from det_callbacks.trace.source import RESUMED, line_of_trace
 
 _TORCH = str(Path(torch.__file__).parent)
 _SYMBOL = re.compile(r"\b[suz]+\d+\b")
@@ -42,15 +42,25 @@ class TracedGraph:
     lines: Mapping[str, Traced] = field(repr=False)  # by node
 
 
-def describe_graph(graph: fx.GraphModule, output: Any, example_inputs: Sequence[Any]) -> TracedGraph:
-    """Return the description of a graph; costs about 20 microseconds a node, once per compilation."""
+def describe_graph(
+    graph: fx.GraphModule, output: Any, example_inputs: Sequence[Any]
+) -> TracedGraph:
+    """Return the description of a graph; costs about 20 microseconds a node,
+    once per compilation.
+    """
     compiler = output.compiler_fn
     backend = str(getattr(compiler, "compiler_name", None) or getattr(compiler, "__name__", None))
     nodes = list(graph.graph.nodes)
     placeholders = [node for node in nodes if node.op == "placeholder"]
-    code = [module.graph.python_code("self").src for module in graph.modules() if isinstance(module, fx.GraphModule)]
+    code = [
+        module.graph.python_code("self").src
+        for module in graph.modules()
+        if isinstance(module, fx.GraphModule)
+    ]
     given = [node.meta.get("example_value") for node in placeholders]
-    shapes = [f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else "" for value in given]
+    shapes = [
+        f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else "" for value in given
+    ]
     symbols: dict[str, str] = {}  # sizes, numbered in order of appearance
     text = _ADDRESS.sub("", "\n".join([backend, *shapes, *code]))
     text = _SYMBOL.sub(lambda found: symbols.setdefault(found[0], f"size{len(symbols)}"), text)
@@ -75,13 +85,19 @@ def _lines(graph: fx.GraphModule) -> dict[str, Traced]:
     for module in graph.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
             if node.op.startswith("call_") and (line := line_of_trace(node.stack_trace or "")):
-                op = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.name)
+                op = (
+                    node.target
+                    if isinstance(node.target, str)
+                    else getattr(node.target, "__name__", node.name)
+                )
                 lines[node.name] = Traced(op, line)
     return lines
 
 
 def fused_source(traced: Iterable[Traced]) -> tuple[str, ...]:
-    """Return the source of a kernel: all ops with their lines if there are several, then each line once."""
+    """Return the source of a kernel: all ops with their lines if there are several,
+    then each line once.
+    """
     traced = dict.fromkeys(traced)
     shown = ", ".join(f"{op} ({line.partition(' in ')[0]})" for op, line in traced)
     lines = dict.fromkeys(line for _, line in traced)
@@ -99,13 +115,19 @@ def _input_of(node: fx.Node) -> tuple[str, bool]:
 
 
 def _name_of(frame: Any) -> str:
-    """Return the name of a traced frame: its function or, for torch's code, the module that it calls."""
+    """Return the name of a traced frame: its function or, for torch's code,
+    the module that it calls.
+    """
     qualified: str = frame.f_code.co_qualname.rpartition("<locals>.")[2]
     if frame.f_code.co_filename.startswith(_TORCH):
         owner = frame.f_locals.get("self", frame.f_locals.get("fn"))
         module = owner if isinstance(owner, nn.Module) else getattr(owner, "__self__", None)
         is_module = isinstance(module, nn.Module)
-        qualified = f"{type(module).__name__}.forward" if is_module else getattr(owner, "__qualname__", qualified)
+        qualified = (
+            f"{type(module).__name__}.forward"
+            if is_module
+            else getattr(owner, "__qualname__", qualified)
+        )
     return re.sub(r"\W+", "_", RESUMED.sub(r"\1", qualified)).strip("_") or "graph"
 
 

@@ -1,7 +1,9 @@
-"""The kernels that inductor generated: globals of a Python module, whose function ``call`` runs them.
+"""The kernels that inductor generated: globals of a Python module,
+whose function ``call`` runs them.
 
-A C++ kernel is a function, a Triton kernel an object with a method ``run``. While a recorded graph runs, the globals
-are ours, for both kinds: nothing is compiled again, and outside a recorded step everything is as inductor left it.
+A C++ kernel is a function, a Triton kernel an object with a method ``run``. While a recorded graph
+runs, the globals are ours, for both kinds: nothing is compiled again, and outside a recorded step
+everything is as inductor left it.
 """
 
 import ast
@@ -18,15 +20,22 @@ from typing import Any, Protocol
 
 from torch import Tensor, fx
 
-from det_callbacks.internals.dynamo import key_of_lowered, nodes_of_kernel, triton_arguments, written_by_triton
+from det_callbacks.internals.dynamo import (
+    key_of_lowered,
+    nodes_of_kernel,
+    triton_arguments,
+    written_by_triton,
+)
 from det_callbacks.runs.program import KERNEL
-from det_callbacks.trace.attribution.source import line_of_trace
 from det_callbacks.trace.compiled.graphs import Traced
-from det_callbacks.trace.tables.overloads import OpKind, make_plan
+from det_callbacks.trace.overloads import OpKind, make_plan
+from det_callbacks.trace.source import line_of_trace
 
 _CPP, _TRITON = "cpp_pybinding", "triton"  # the functions that compile a kernel
 _ALLOCATES = "empty_strided_"
-_NOTE = re.compile(r"\s*# (?:Topologically Sorted|Unsorted) Source Nodes: \[(.*?)\], Original ATen: \[(.*?)\]")
+_NOTE = re.compile(
+    r"\s*# (?:Topologically Sorted|Unsorted) Source Nodes: \[(.*?)\], Original ATen: \[(.*?)\]"
+)
 _SIGNATURE = re.compile(r'extern "C".*?\((.*?)\)\s*\{', re.DOTALL)
 
 
@@ -57,8 +66,8 @@ class GeneratedCode:
         unseen: why its kernels cannot be seen; "" if they can.
         compiled_by: by kernel, the function that compiles it.
         kernels: what each kernel does; those of Triton on their first call.
-        first_writes: by line of a call, the arguments whose memory holds nothing yet that the call may read, although
-            another buffer may have used it before.
+        first_writes: by line of a call, the arguments whose memory holds nothing yet that the call
+            may read, although another buffer may have used it before.
         notes: comments by line, of the kernel's definition or of a call.
         lines: by kernel, the line of its definition.
     """
@@ -79,7 +88,9 @@ class GeneratedCode:
 
 
 def read_code(key: str, text: str) -> GeneratedCode:
-    """Return what a generated module contains; costs about 10 milliseconds per 1,000 lines, once per module."""
+    """Return what a generated module contains; costs about 10 milliseconds per
+    1,000 lines, once per module.
+    """
     code = GeneratedCode(key=key, notes=_notes(text))
     if "CppWrapperCodeCache" in text:
         code.unseen = "cpp_wrapper"
@@ -89,11 +100,15 @@ def read_code(key: str, text: str) -> GeneratedCode:
         match statement:
             case ast.Assign(
                 targets=[ast.Name(id=name)],
-                value=ast.Call(func=ast.Attribute(value=ast.Name(id="async_compile"), attr=how), args=args),
+                value=ast.Call(
+                    func=ast.Attribute(value=ast.Name(id="async_compile"), attr=how), args=args
+                ),
             ):
                 code.compiled_by[name], code.lines[name] = how, statement.lineno
                 if how == _CPP:
-                    code.kernels[name] = _cpp_kernel(name, ast.literal_eval(args[0]), ast.literal_eval(args[1]))
+                    code.kernels[name] = _cpp_kernel(
+                        name, ast.literal_eval(args[0]), ast.literal_eval(args[1])
+                    )
                 elif how != _TRITON:
                     code.unseen = how
     for function in ast.walk(tree):
@@ -118,7 +133,9 @@ def _notes(text: str) -> dict[int, Note]:
 def _cpp_kernel(name: str, types: Sequence[str], source: str) -> Kernel:
     found = _SIGNATURE.search(source)
     names = [argument.split()[-1].lstrip("*") for argument in found[1].split(",")] if found else []
-    writes = {at for at, kind in enumerate(types) if kind.endswith("*") and not kind.startswith("const ")}
+    writes = {
+        at for at, kind in enumerate(types) if kind.endswith("*") and not kind.startswith("const ")
+    }
     updates = {at for at in writes if at >= len(names) or names[at].startswith("in_out_ptr")}
     return Kernel(f"{KERNEL}{name}", frozenset(writes), frozenset(updates))
 
@@ -126,19 +143,32 @@ def _cpp_kernel(name: str, types: Sequence[str], source: str) -> Kernel:
 def _triton_kernel(name: str, compiled: Any) -> Kernel:
     names = list(triton_arguments(compiled)["signature"])
     changed = set(written_by_triton(compiled))
-    updates = {at for at, known in enumerate(names) if known in changed or known.startswith("in_out_ptr")}
+    updates = {
+        at for at, known in enumerate(names) if known in changed or known.startswith("in_out_ptr")
+    }
     writes = updates | {at for at, known in enumerate(names) if known.startswith("out_ptr")}
     scratch = {at for at, known in enumerate(names) if known.startswith("ws_ptr")}
-    return Kernel(f"{KERNEL}{name}", frozenset(writes - scratch), frozenset(updates - scratch), frozenset(scratch))
+    return Kernel(
+        f"{KERNEL}{name}",
+        frozenset(writes - scratch),
+        frozenset(updates - scratch),
+        frozenset(scratch),
+    )
 
 
-def _first_writes(function: ast.FunctionDef, kernels: dict[str, str]) -> Iterator[tuple[int, frozenset[int]]]:
-    """Yield the line of each call of a kernel, and which arguments are buffers that nothing has written yet.
+def _first_writes(
+    function: ast.FunctionDef, kernels: dict[str, str]
+) -> Iterator[tuple[int, frozenset[int]]]:
+    """Yield the line of each call of a kernel, and which arguments are buffers
+    that nothing has written yet.
 
-    A buffer may have the memory of an earlier one: ``buf3 = buf1; del buf1``, or a ``reinterpret_tensor`` of it.
+    A buffer may have the memory of an earlier one: ``buf3 = buf1; del buf1``, or a
+    ``reinterpret_tensor`` of it.
     """
     unwritten: set[str] = set()
-    statements = [node for node in ast.walk(function) if isinstance(node, ast.Assign | ast.Expr | ast.Delete)]
+    statements = [
+        node for node in ast.walk(function) if isinstance(node, ast.Assign | ast.Expr | ast.Delete)
+    ]
     deleted = {
         (node.lineno, target.id)
         for node in statements
@@ -150,7 +180,9 @@ def _first_writes(function: ast.FunctionDef, kernels: dict[str, str]) -> Iterato
         match node:
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
                 memory = _buffer(value)
-                is_allocated = isinstance(value, ast.Call) and _called(value).startswith((_ALLOCATES, "alloc_from"))
+                is_allocated = isinstance(value, ast.Call) and _called(value).startswith(
+                    (_ALLOCATES, "alloc_from")
+                )
                 if is_allocated or (node.lineno, memory) in deleted or memory in unwritten:
                     unwritten.add(name)
                 else:
@@ -158,7 +190,10 @@ def _first_writes(function: ast.FunctionDef, kernels: dict[str, str]) -> Iterato
             case ast.Expr(value=ast.Call(args=args, keywords=keywords) as call):
                 given = [_buffer(argument) for argument in args]
                 if _called(call) in kernels:
-                    yield node.lineno, frozenset(at for at, name in enumerate(given) if name in unwritten)
+                    yield (
+                        node.lineno,
+                        frozenset(at for at, name in enumerate(given) if name in unwritten),
+                    )
                 unwritten.difference_update(given, (_buffer(keyword.value) for keyword in keywords))
 
 
@@ -171,15 +206,21 @@ def _called(call: ast.Call) -> str:
 
 
 def _buffer(value: ast.expr) -> str:
-    """Return the name of a buffer, or of the one that an expression reinterprets; "" for anything else."""
+    """Return the name of a buffer, or of the one that an expression reinterprets;
+    "" for anything else.
+    """
     match value:
-        case ast.Name(id=name) | ast.Call(func=ast.Name(id="reinterpret_tensor"), args=[ast.Name(id=name), *_]):
+        case (
+            ast.Name(id=name)
+            | ast.Call(func=ast.Name(id="reinterpret_tensor"), args=[ast.Name(id=name), *_])
+        ):
             return name
     return ""
 
 
 class KernelNodes:
-    """What the C++ kernels compiled in this process compute; their code does not say so, unlike that of Triton's.
+    """What the C++ kernels compiled in this process compute; their code does not say so,
+    unlike that of Triton's.
 
     Inductor takes other kernels from its caches. For those, nothing is known.
     """
@@ -212,7 +253,9 @@ class KernelNodes:
         nodes = self._known.get((key, kernel), ())
         by_user = [lines.get(name, one) for name, one in nodes if one.line]
         found = [one for _, one in nodes if one.line]
-        return [user if user.line == one.line else one for user, one in zip(by_user, found, strict=True)]
+        return [
+            user if user.line == one.line else one for user, one in zip(by_user, found, strict=True)
+        ]
 
 
 def _is_view(target: Any) -> bool:
@@ -222,7 +265,9 @@ def _is_view(target: Any) -> bool:
 def _traced(node: fx.Node) -> tuple[str, Traced]:
     """Return the name of a node's origin in Dynamo's graph, and the op with its line."""
     origins = node.meta.get("from_node") or ()
-    op = getattr(node.meta.get("original_aten") or node.target, "__name__", str(node.target)).partition(".")[0]
+    op = getattr(
+        node.meta.get("original_aten") or node.target, "__name__", str(node.target)
+    ).partition(".")[0]
     return origins[0].name if origins else "", Traced(op, line_of_trace(node.stack_trace or ""))
 
 
@@ -264,13 +309,17 @@ class SeenKernels:
         self._codes: dict[str, GeneratedCode] = {}
 
     def code_of(self, module: ModuleType) -> GeneratedCode:
-        """Return what a generated module contains, by its key: two modules with one key have the same code."""
+        """Return what a generated module contains, by its key:
+        two modules with one key have the same code.
+        """
         key = vars(module)["key"]
         code = self._codes.get(key)
         if code is None:
             path = Path(str(module.__file__))
             text = path.read_text(encoding="utf-8") if path.exists() else ""
-            code = self._codes[key] = read_code(key, text) if text else GeneratedCode(unseen="no code")
+            code = self._codes[key] = (
+                read_code(key, text) if text else GeneratedCode(unseen="no code")
+            )
         return code
 
     def code_in(self, frame: FrameType) -> GeneratedCode | None:
@@ -334,7 +383,9 @@ class SeenKernels:
             if watcher is None:
                 return run(*args, **kwargs)
             line = _getframe(1).f_lineno
-            return watcher.run_kernel(KernelCall(code, name, kernel, lambda: run(*args, **kwargs), args, line))
+            return watcher.run_kernel(
+                KernelCall(code, name, kernel, lambda: run(*args, **kwargs), args, line)
+            )
 
         return ours if run is compiled else _Launcher(compiled, ours)
 

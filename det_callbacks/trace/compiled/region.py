@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from det_callbacks.digest.components import digest_output
 from det_callbacks.internals.torch import storage_address
 from det_callbacks.runs.program import MISSES_PARAMETERS, Role, Site, subject_of
-from det_callbacks.trace.attribution.engine import source_of
-from det_callbacks.trace.attribution.places import Places
+from det_callbacks.trace.call_graph import CallNode, OpScope, rowwise
 from det_callbacks.trace.compiled.graphs import Traced, TracedGraph, fused_source
 from det_callbacks.trace.compiled.kernels import KERNEL_NODES, SEEN_KERNELS, KernelCall, Note
-from det_callbacks.trace.op.call_graph import CallNode, OpScope, rowwise
-from det_callbacks.trace.op.components import holds_data, parts_with_memory
-from det_callbacks.trace.op.reads import Reads
-from det_callbacks.trace.op.sites import InputName, arguments_json
+from det_callbacks.trace.components import holds_data, parts_with_memory
+from det_callbacks.trace.modules import source_of
+from det_callbacks.trace.places import Places
+from det_callbacks.trace.reads import Reads
+from det_callbacks.trace.sites import InputName, arguments_json
 from det_callbacks.trace.step import Step
 
 _Row = tuple[str, int, Role, str | None]  # op, number, role and name
@@ -53,10 +53,14 @@ class Region:
     entered: dict[int, int] = field(default_factory=dict)  # storage -> row of an input
 
     def enter(self, inputs: Iterable[tuple[str, Any]]) -> list[tuple[str, Tensor, int]]:
-        """Record the inputs; return name, tensor and position of those with rows: parameters only if written."""
+        """Record the inputs; return name, tensor and position of those with rows:
+        parameters only if written.
+        """
         step = self.step
         is_op_level = self.places.selection.level == "op"
-        may_write_parameters = is_op_level and (self.phase == "optimizer" or not torch.is_grad_enabled())
+        may_write_parameters = is_op_level and (
+            self.phase == "optimizer" or not torch.is_grad_enabled()
+        )
         left_out = () if may_write_parameters else nn.Parameter
         entering: list[tuple[str, Any, list[int]]] = []
         read_first: list[InputName] = []
@@ -73,7 +77,9 @@ class Region:
         reads = [every, *(writers for *_, writers in entering)]
         names = [name for name, *_ in entering]
         rows: list[_Row] = [(f"{region}.graph", 0, "graph", None)]
-        rows += [(f"{region}.inputs", index, "region_input", name) for index, name in enumerate(names)]
+        rows += [
+            (f"{region}.inputs", index, "region_input", name) for index, name in enumerate(names)
+        ]
         self._step_to(self.graph, "inputs", reads, [*read_first, *names], rows)
         graph_row = step.num_sites
         detail = f"{self.graph.num_ops} ops, {self.graph.fingerprint:016x}"
@@ -86,13 +92,18 @@ class Region:
         for at, (name, value, _) in enumerate(entering, start=graph_row + 1):
             if isinstance(value, Tensor):
                 given.append((name, value, at))
-                self.entered.update((storage_address(part.untyped_storage()), at) for part in parts_with_memory(value))
+                self.entered.update(
+                    (storage_address(part.untyped_storage()), at)
+                    for part in parts_with_memory(value)
+                )
             else:
                 self.numbers.append(at)
         return given
 
     def read_exactly(self, tensors: Iterable[Tensor], updated: Iterable[Tensor] = ()) -> InnerReads:
-        """Return what a kernel or an op reads, before it runs; ``updated`` are tensors that it also writes."""
+        """Return what a kernel or an op reads, before it runs;
+        ``updated`` are tensors that it also writes.
+        """
         found = InnerReads([*self.numbers], [])
         if self.unseen:  # something that has no rows may have written any of them
             found.positions += [*self.reads_of_inner, *self.inner]
@@ -107,10 +118,15 @@ class Region:
         return found
 
     def _with_entered(self, tensor: Tensor, writers: list[int]) -> list[int]:
-        """Add the row of an input that nothing in the region has written: it shows a write that was not recorded."""
+        """Add the row of an input that nothing in the region has written:
+        it shows a write that was not recorded.
+        """
         addresses = (storage_address(part.untyped_storage()) for part in parts_with_memory(tensor))
         rows = (self.entered.get(address) for address in addresses)
-        return [*writers, *(at for at in rows if at is not None and all(writer < at for writer in writers))]
+        return [
+            *writers,
+            *(at for at in rows if at is not None and all(writer < at for writer in writers)),
+        ]
 
     def record_inner(
         self,
@@ -128,7 +144,9 @@ class Region:
             for index, (output, name) in enumerate(zip(outputs, names, strict=True))
         ]
         positions = sorted(set(reads.positions))
-        self._step_to(func, "inner", [positions for _ in outputs], [*reads.names, *names], rows, source)
+        self._step_to(
+            func, "inner", [positions for _ in outputs], [*reads.names, *names], rows, source
+        )
         first = step.num_sites
         for position, output in enumerate(outputs, start=first):
             self.inner.append(position)
@@ -137,30 +155,49 @@ class Region:
                 step.ledger.write(part, position)
         step.deferred.flush()  # the region's kernels reuse this memory without a dispatch
 
-    def leave(self, outputs: Iterable[tuple[str | None, Any]], given: Iterable[tuple[str, Tensor, int]] = ()) -> None:
+    def leave(
+        self,
+        outputs: Iterable[tuple[str | None, Any]],
+        given: Iterable[tuple[str, Tensor, int]] = (),
+    ) -> None:
         """Record the outputs, and the ``given`` inputs whose bits changed or may have changed.
 
-        A version counter would not do: a compiled graph increments none for buffers, and none at all without gradients.
+        A version counter would not do: a compiled graph increments none for buffers, and none at
+        all without gradients.
         """
         step = self.step
-        values = [(name, value) for name, value in outputs if isinstance(value, Tensor) and holds_data(value)]
+        values = [
+            (name, value)
+            for name, value in outputs
+            if isinstance(value, Tensor) and holds_data(value)
+        ]
         if self.graph.is_graphed:
             # inductor reuses this memory only when nothing references it
             for _, value in values:
                 for part in parts_with_memory(value):
                     step.deferred.skip_record_stream_for(part.untyped_storage())
         digests, deferred = step.digests, step.deferred.bits
-        values += [(name, value) for name, value, at in given if at in deferred or digest_output(value) != digests[at]]
+        values += [
+            (name, value)
+            for name, value, at in given
+            if at in deferred or digest_output(value) != digests[at]
+        ]
         step.counts.num_digested += 1
         if values:
             names: list[InputName] = [name for name, _ in values]
             op = f"{self.graph.region}.outputs"
-            rows: list[_Row] = [(op, index, "output", name) for index, (name, _) in enumerate(values)]
+            rows: list[_Row] = [
+                (op, index, "output", name) for index, (name, _) in enumerate(values)
+            ]
             is_exact = self.sees_kernels and not self.unseen
             writers = [step.writers_of(value) if is_exact else [] for _, value in values]
-            self._step_to(self.graph, "outputs", [known or self.reads for known in writers], names, rows)
+            self._step_to(
+                self.graph, "outputs", [known or self.reads for known in writers], names, rows
+            )
             first = step.num_sites
-            for position, ((_, value), known) in enumerate(zip(values, writers, strict=True), start=first):
+            for position, ((_, value), known) in enumerate(
+                zip(values, writers, strict=True), start=first
+            ):
                 step.append_output(value, known)
                 for part in parts_with_memory(value):
                     step.ledger.write(part, position)
@@ -183,14 +220,17 @@ class Region:
             if code is not None:
                 note = code.notes.get(frame.f_lineno)
                 # the last one: those before made its inputs, if only by views
-                return fused_source(self._noted(note)[-1:] if note is not None else ()) or self.source
+                return (
+                    fused_source(self._noted(note)[-1:] if note is not None else ()) or self.source
+                )
             frame = frame.f_back
         return self.source
 
     def _noted(self, note: Note) -> list[Traced]:
         """Return the nodes of a comment.
 
-        Of a backward pass it also names nodes of inductor's own graph, which may have the names of others in Dynamo's.
+        Of a backward pass it also names nodes of inductor's own graph,
+        which may have the names of others in Dynamo's.
         """
         own = {op.rpartition(".")[2] for op in note.ops} if self.phase == "backward" else ()
         names = (name for name in note.nodes if re.sub(r"_\d+$", "", name) not in own)

@@ -1,8 +1,9 @@
-"""Regions compiled by torch.compile: records the graph, its inputs and outputs, and the kernels and ops seen inside.
+"""Regions compiled by torch.compile: records the graph, its inputs and outputs,
+and the kernels and ops seen inside.
 
-Where all kernels are seen, each depends on what it reads. Elsewhere generated code may have written any
-memory: an inner op depends on all inputs, and the region is the origin, never the op. The backward pass
-also depends on the inner ops, whose outputs it may have saved.
+Where all kernels are seen, each depends on what it reads. Elsewhere generated code may have written
+any memory: an inner op depends on all inputs, and the region is the origin, never the op. The
+backward pass also depends on the inner ops, whose outputs it may have saved.
 """
 
 import sys
@@ -18,22 +19,16 @@ from det_callbacks.internals.dynamo import ORIGINAL, generated_modules
 from det_callbacks.internals.torch import next_sequence_number, num_writes
 from det_callbacks.runs.program import REGION
 from det_callbacks.runs.steps import Expectation
-from det_callbacks.trace.attribution.backward import compiled_nodes, scope_in
-from det_callbacks.trace.attribution.places import Places
-from det_callbacks.trace.attribution.tensor_names import has_address
+from det_callbacks.trace.backward import compiled_nodes, scope_in
+from det_callbacks.trace.call_graph import OpScope
 from det_callbacks.trace.compiled.captures import GraphCaptures
 from det_callbacks.trace.compiled.graphs import TracedGraph
 from det_callbacks.trace.compiled.kernels import SEEN_KERNELS, KernelCall
 from det_callbacks.trace.compiled.region import InnerReads, Region
+from det_callbacks.trace.components import holds_data
 from det_callbacks.trace.dispatch import TAKE_APART, breaks_graph
-from det_callbacks.trace.op.call_graph import OpScope
-from det_callbacks.trace.op.components import holds_data
-from det_callbacks.trace.op.output_hooks import OutputHooks
-from det_callbacks.trace.op.reads import Reads
-from det_callbacks.trace.op.undigested_ops import UndigestedOps
-from det_callbacks.trace.op.unseen_writes import UnseenWriteCheck
-from det_callbacks.trace.step import Step
-from det_callbacks.trace.tables.overloads import (
+from det_callbacks.trace.nondeterministic_ops import Plans
+from det_callbacks.trace.overloads import (
     OpKind,
     OpPlan,
     comes_apart,
@@ -43,7 +38,11 @@ from det_callbacks.trace.tables.overloads import (
     written_arguments,
     written_by_call,
 )
-from det_callbacks.trace.tables.plans import Plans
+from det_callbacks.trace.places import Places, has_address
+from det_callbacks.trace.reads import Reads
+from det_callbacks.trace.step import OutputHooks, Step
+from det_callbacks.trace.undigested_ops import UndigestedOps
+from det_callbacks.trace.unseen_writes import UnseenWriteCheck
 
 _EARLIER = f"{REGION}graph_compiled_earlier"
 
@@ -127,12 +126,18 @@ class CompiledRegions:
             region.leave(((None, value) for value in results), given)
         if "backward" in places.selection.phases and torch.is_grad_enabled():
             for node in compiled_nodes(results, number):
-                outer = {one.output_nr: f"grad of output {at}" for at, one in enumerate(results) if one.grad_fn is node}
+                outer = {
+                    one.output_nr: f"grad of output {at}"
+                    for at, one in enumerate(results)
+                    if one.grad_fn is node
+                }
                 self._follow_backward(region, node, outer, inputs[: len(args)])
         return outputs
 
     def run_earlier(self, call: Callable[[], Any]) -> Any:
-        """Run a graph that was compiled before any recorder was active, and that may write any memory."""
+        """Run a graph that was compiled before any recorder was active,
+        and that may write any memory.
+        """
         if not self._is_recorded():
             return self._unrecorded(call)
         self.step.deferred.before_any_write()
@@ -158,18 +163,29 @@ class CompiledRegions:
 
     def run_kernel(self, region: Region, call: KernelCall) -> Any:
         step, kernel, thread = self.step, call.kernel, get_ident()
-        written = [call.arguments[at] for at in sorted(kernel.writes) if isinstance(call.arguments[at], Tensor)]
+        written = [
+            call.arguments[at]
+            for at in sorted(kernel.writes)
+            if isinstance(call.arguments[at], Tensor)
+        ]
         if not written:
             return call.run()
         phase, scope = region.phase, region.scope
-        tensors = [(at, value) for at, value in enumerate(call.arguments) if isinstance(value, Tensor)]
-        read = [value for at, value in tensors if at not in kernel.writes and at not in kernel.scratch]
+        tensors = [
+            (at, value) for at, value in enumerate(call.arguments) if isinstance(value, Tensor)
+        ]
+        read = [
+            value for at, value in tensors if at not in kernel.writes and at not in kernel.scratch
+        ]
         fresh = call.code.first_writes.get(call.line, frozenset()) - kernel.updates
         with step.lock:
             mark = step.num_sites
-            reads = region.read_exactly(read, (value for at, value in tensors if at in kernel.writes - fresh))
+            reads = region.read_exactly(
+                read, (value for at, value in tensors if at in kernel.writes - fresh)
+            )
             step.deferred.before_writes(written)
-            self._running_regions[thread] = None  # ops in it, such as those of autotuning, are no part of the graph
+            # ops in it, such as those of autotuning, are no part of the graph
+            self._running_regions[thread] = None
             try:
                 out = call.run()
             except BaseException:  # including Ctrl-C: the user may catch it and continue the step
@@ -178,14 +194,20 @@ class CompiledRegions:
             finally:
                 self._running_regions[thread] = region
             plan = OpPlan(name=kernel.op, base=kernel.op, kind=OpKind.DIGEST, call=call.run)
-            _, outputs = self._output_hooks.call(plan, phase, scope, out, written, call.arguments, {})
+            _, outputs = self._output_hooks.call(
+                plan, phase, scope, out, written, call.arguments, {}
+            )
             names = [self._name_of_written(phase, value) for value in outputs]
-            region.record_inner(kernel, kernel.op, outputs, reads, names, partial(region.source_of_kernel, call))
+            region.record_inner(
+                kernel, kernel.op, outputs, reads, names, partial(region.source_of_kernel, call)
+            )
             self._check_inputs(mark, len(outputs), read, reads)
             step.counts.num_digested += 1
         return out
 
-    def _check_inputs(self, mark: int, num_outputs: int, read: list[Tensor], reads: InnerReads) -> None:
+    def _check_inputs(
+        self, mark: int, num_outputs: int, read: list[Tensor], reads: InnerReads
+    ) -> None:
         if self._expected is not None:
             first = self.step.num_sites - num_outputs
             self._unseen_writes.check_after_call(
@@ -216,7 +238,9 @@ class CompiledRegions:
         mark, reads, read = step.num_sites, InnerReads([*region.reads_of_inner], []), list[Tensor]()
         if region.sees_kernels:
             read = tensors_read(plan, args, kwargs)
-            reads = region.read_exactly(read, () if plan.is_overwrite else written_arguments(plan, args, kwargs))
+            reads = region.read_exactly(
+                read, () if plan.is_overwrite else written_arguments(plan, args, kwargs)
+            )
             if plan.draws_random:
                 self._reads.read_generator(args, kwargs, reads.positions, reads.names)
         if step.deferred.is_used and not plan.is_functional:
@@ -225,7 +249,9 @@ class CompiledRegions:
         if plan.may_be_in_flight and (flying := in_flight(plan, out, args, kwargs)) is not None:
             self._undigested.mark_in_flight(*flying)
             return out
-        outputs: Sequence[Any] = [output for output in written_by_call(plan, out, args, kwargs) if holds_data(output)]
+        outputs: Sequence[Any] = [
+            output for output in written_by_call(plan, out, args, kwargs) if holds_data(output)
+        ]
         if not outputs:
             step.counts.skipped["no_data"] += 1
             return out
@@ -234,7 +260,9 @@ class CompiledRegions:
             if index < len(out) and isinstance(out[index], Tensor):
                 step.ledger.mark_uninitialised(out[index])
         names = [None] * len(outputs)
-        region.record_inner(func, plan.name, outputs, reads, names, partial(region.source_of_op, sys._getframe(1)))
+        region.record_inner(
+            func, plan.name, outputs, reads, names, partial(region.source_of_op, sys._getframe(1))
+        )
         if region.sees_kernels and plan.draws_random:
             self._reads.note_draw(step.num_sites - len(outputs))
         self._check_inputs(mark, len(outputs), read, reads)
@@ -243,7 +271,9 @@ class CompiledRegions:
 
     def _is_recorded(self) -> bool:
         places = self._places
-        is_open = bool(self._stances) and self._token is not None and places.selection.level != "state"
+        is_open = (
+            bool(self._stances) and self._token is not None and places.selection.level != "state"
+        )
         if not is_open or places.modules.is_elsewhere() or places.elsewhere.is_running():
             return False
         return not places.is_in_region() and not self._captures.is_capturing()
@@ -294,7 +324,9 @@ class CompiledRegions:
 
     def _selects(self, phase: str, scope: OpScope) -> bool:
         places = self._places
-        inside = (name for name in places.modules.names if name.startswith(f"{scope.module}.".lstrip(".")))
+        inside = (
+            name for name in places.modules.names if name.startswith(f"{scope.module}.".lstrip("."))
+        )
         return any(places.selects(phase, OpScope(module=name)) for name in (scope.module, *inside))
 
     def _unselected(self, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -302,7 +334,11 @@ class CompiledRegions:
         self.step.deferred.flush()
         versions = [_version_of(value) for value in args]
         outputs = self._without_rows(call, *args)
-        written = [value for value, before in zip(args, versions, strict=True) if _version_of(value) != before]
+        written = [
+            value
+            for value, before in zip(args, versions, strict=True)
+            if _version_of(value) != before
+        ]
         with self.step.lock:
             for value in tensors_in([outputs, *written]):
                 self.step.forget(value)
@@ -312,16 +348,25 @@ class CompiledRegions:
     def _follow_backward(
         self, forward: Region, node: Any, outer: dict[int, str], inputs: Sequence[tuple[str, Any]]
     ) -> None:
-        """Record the backward pass when its ``node`` runs in this step; ``outer`` names gradients by output."""
+        """Record the backward pass when its ``node`` runs in this step;
+        ``outer`` names gradients by output.
+        """
         token, step, places = self._token, self.step, self._places
         scope = OpScope(module=forward.scope.module, source=forward.source)
         is_op_level = places.selection.level == "op"  # below level op, parameters have no rows
-        names = [f"grad of {name}" if is_op_level or not isinstance(one, nn.Parameter) else "" for name, one in inputs]
+        names = [
+            f"grad of {name}" if is_op_level or not isinstance(one, nn.Parameter) else ""
+            for name, one in inputs
+        ]
         running: list[Region] = []
 
         @breaks_graph("det_callbacks: records the inputs of a compiled region when it runs")
         def before(gradients: Sequence[Any]) -> None:
-            if token is not self._token or self._captures.is_capturing() or places.elsewhere.is_running():
+            if (
+                token is not self._token
+                or self._captures.is_capturing()
+                or places.elsewhere.is_running()
+            ):
                 return
             with step.lock:
                 # the forward pass may have saved any output seen in it
@@ -329,7 +374,9 @@ class CompiledRegions:
                 region = Region(step, places, self._reads, forward.graph, "backward", scope, reads)
                 # a gradient may belong to an input that the region wrote, or to the base of a view
                 given = enumerate(gradients)
-                region.enter((outer.get(index, f"grad of result {index}"), value) for index, value in given)
+                region.enter(
+                    (outer.get(index, f"grad of result {index}"), value) for index, value in given
+                )
                 running.append(region)
                 self._start(region)
 
@@ -340,7 +387,9 @@ class CompiledRegions:
             with step.lock:
                 self._end(running[-1])
                 known = names if len(gradients) == len(names) else [None] * len(gradients)
-                running.pop().leave(pair for pair in zip(known, gradients, strict=True) if pair[0] != "")
+                running.pop().leave(
+                    pair for pair in zip(known, gradients, strict=True) if pair[0] != ""
+                )
 
         node.register_prehook(before)
         node.register_hook(after)

@@ -1,4 +1,5 @@
-"""Replaces methods of torch at run time (torch 2.11 to 2.15); docs/explanation/replaced.md has the reasons.
+"""Replaces methods of torch at run time (torch 2.11 to 2.15);
+docs/explanation/replaced.md has the reasons.
 
 Our wrapper around a graph compiled meanwhile stays as long as the graph; it costs 0.1 microseconds
 outside a step.
@@ -32,10 +33,13 @@ class ReplacedInTorch(ReplacedMethods):
             "__call__": self._run_inductor,
             dynamo.COMMENTS_KERNEL: self._generate,
         }
-        self._wrappers: dict[str, Any] = {}  # the last one of each method, since each step may replace it
+        # the last one of each method, since each step may replace it
+        self._wrappers: dict[str, Any] = {}
 
     def follow(self, follower: object) -> None:
-        """Name graphs compiled from now on, until ``unfollow``; imports Dynamo, as every optimizer does."""
+        """Name graphs compiled from now on, until ``unfollow``; imports Dynamo,
+        as every optimizer does.
+        """
         # before replacing anything, so that ``unfollow`` restores it after Ctrl-C
         self._followers.add(id(follower))
         self._output_graph = self._output_graph or dynamo.output_graph()
@@ -45,7 +49,9 @@ class ReplacedInTorch(ReplacedMethods):
         self._follow_inductor()
 
     def _follow_inductor(self) -> None:
-        """Follow the graphs that inductor runs, even those compiled before; there are none if it was never imported."""
+        """Follow the graphs that inductor runs, even those compiled before;
+        there are none if it was never imported.
+        """
         for owner, name in (
             (dynamo.inductor_graph(), "__call__"),
             (dynamo.cpp_scheduling(), dynamo.COMMENTS_KERNEL),
@@ -74,15 +80,22 @@ class ReplacedInTorch(ReplacedMethods):
             ours = self._wrappers[name] = wrapper_of(method, self._instead[name])
         return ours
 
-    def _compile(self, compile_graph: Callable[..., Any], output: Any, graph: Any, example_inputs: Any) -> Any:
-        described = describe_graph(graph, output, example_inputs)  # first, since the compiler writes into the graph
+    def _compile(
+        self, compile_graph: Callable[..., Any], output: Any, graph: Any, example_inputs: Any
+    ) -> Any:
+        # first, since the compiler writes into the graph
+        described = describe_graph(graph, output, example_inputs)
         if described.backend == "inductor":
             dynamo.load_inductor()
             self._follow_inductor()
         compiled = compile_graph(output, graph, example_inputs)
         self._follow_inductor()  # another compiler may have imported it
         # an "eager" backend, such as that of torch's cond, shows each op
-        return compiled if "eager" in described.backend.split("_") else self._followed(described, compiled)
+        return (
+            compiled
+            if "eager" in described.backend.split("_")
+            else self._followed(described, compiled)
+        )
 
     def _followed(self, graph: TracedGraph, compiled: Callable[..., Any]) -> Callable[..., Any]:
         module = getattr(compiled, "__self__", None)
@@ -104,12 +117,16 @@ class ReplacedInTorch(ReplacedMethods):
         run = partial(call_graph, graph, inputs)
         return self.watchers[-1].run_inductor(graph, run) if self.watchers else run()
 
-    def _generate(self, comment: Callable[..., Any], scheduling: Any, nodes: Any, kernel: Any = None) -> Any:
+    def _generate(
+        self, comment: Callable[..., Any], scheduling: Any, nodes: Any, kernel: Any = None
+    ) -> Any:
         if kernel is not None:
             KERNEL_NODES.note(nodes, kernel)
         return comment(scheduling, nodes, kernel)
 
-    def _notify(self, before: str, method: Callable[..., Any], graph: Any, *args: Any, **kwargs: Any) -> Any:
+    def _notify(
+        self, before: str, method: Callable[..., Any], graph: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         for watcher in self.watchers:
             getattr(watcher, before)(graph)
         return method(graph, *args, **kwargs)
@@ -118,8 +135,9 @@ class ReplacedInTorch(ReplacedMethods):
 def forget_compiled() -> None:
     """Have Dynamo recompile its graphs, so that ``REPLACED.follow`` sees them.
 
-    This keeps inductor's file caches and the sizes that Dynamo knows to vary, because they affect the graphs. It keeps
-    compiled code, too, if the stance is not the default, because a stance may forbid compilation.
+    This keeps inductor's file caches and the sizes that Dynamo knows to vary, because they affect
+    the graphs. It keeps compiled code, too, if the stance is not the default,
+    because a stance may forbid compilation.
     """
     if dynamo.stance().stance != "default":
         return

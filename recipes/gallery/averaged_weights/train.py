@@ -1,4 +1,6 @@
-"""An EMA callback, which validates and saves with the average; ``--fixed`` goes on from the raw weights at a resume."""
+"""An EMA callback, which validates and saves with the average; ``--fixed`` goes on from the raw
+weights at a resume.
+"""
 
 import sys
 from typing import Any
@@ -48,13 +50,30 @@ class ExponentialMovingAverage(pl.Callback):
 
 mode = "record" if "record" in sys.argv else "verify"
 pl.seed_everything(0, verbose=False)
-ours = DeterminismCallback("refs/averaged", mode=mode, level="state", resume="plain", overwrite=mode == "record")
-saving = ModelCheckpoint("averaged", filename=mode + "-{epoch}", save_top_k=-1, enable_version_counter=False)
-quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
-trainer = pl.Trainer(max_epochs=4, accelerator="cpu", callbacks=[ExponentialMovingAverage(), ours, saving], **quiet)
-loaders = [DataLoader(torch.rand(16, 32), batch_size=4, generator=torch.Generator()) for _ in range(2)]
+ours = DeterminismCallback(
+    "refs/averaged", mode=mode, level="state", resume="plain", overwrite=mode == "record"
+)
+saving = ModelCheckpoint(
+    "averaged", filename=mode + "-{epoch}", save_top_k=-1, enable_version_counter=False
+)
+quiet = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+}
+trainer = pl.Trainer(
+    max_epochs=4, accelerator="cpu", callbacks=[ExponentialMovingAverage(), ours, saving], **quiet
+)
+loaders = [
+    DataLoader(torch.rand(16, 32), batch_size=4, generator=torch.Generator()) for _ in range(2)
+]
 try:
-    trainer.fit(BoringModel(), *loaders, ckpt_path="averaged/record-epoch=1.ckpt" if "resume" in sys.argv else None)
+    trainer.fit(
+        BoringModel(),
+        *loaders,
+        ckpt_path="averaged/record-epoch=1.ckpt" if "resume" in sys.argv else None,
+    )
 except DetCallbacksError as error:
     print(error)
     sys.exit(error.exit_code)

@@ -17,7 +17,9 @@ class Documents(Dataset[dict[str, Tensor]]):
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(1)
         self.tokens = torch.randint(1, 20, (32, LENGTH), generator=generator)
-        for tokens, length in zip(self.tokens, torch.randint(6, LENGTH + 1, (32,), generator=generator), strict=True):
+        for tokens, length in zip(
+            self.tokens, torch.randint(6, LENGTH + 1, (32,), generator=generator), strict=True
+        ):
             tokens[length:] = PAD
         self.cached_loss_mask = torch.ones(LENGTH)
 
@@ -25,13 +27,17 @@ class Documents(Dataset[dict[str, Tensor]]):
         return len(self.tokens)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        loss_mask = self.cached_loss_mask.clone() if "--fixed" in sys.argv else self.cached_loss_mask
+        loss_mask = (
+            self.cached_loss_mask.clone() if "--fixed" in sys.argv else self.cached_loss_mask
+        )
         loss_mask[self.tokens[index] == PAD] = 0.0
         return {"tokens": self.tokens[index], "loss_mask": loss_mask}
 
 
 torch.manual_seed(0)
-loader = DataLoader(Documents(), batch_size=4, shuffle=True, num_workers=2 * ("--workers" in sys.argv))
+loader = DataLoader(
+    Documents(), batch_size=4, shuffle=True, num_workers=2 * ("--workers" in sys.argv)
+)
 model = nn.Sequential(nn.Embedding(20, 16), nn.Linear(16, 20))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
@@ -48,7 +54,9 @@ def train(run: TrainingRun) -> None:
 
 
 try:
-    with TrainingRun("refs/mask", mode=sys.argv[1], model=model, optimizers=optimizer, overwrite=True) as run:
+    with TrainingRun(
+        "refs/mask", mode=sys.argv[1], model=model, optimizers=optimizer, overwrite=True
+    ) as run:
         train(run)
 except DetCallbacksError as error:
     print(error)

@@ -1,4 +1,6 @@
-"""A network on a periodic grid that trims one side of its input and wraps the other; ``--fixed`` trims first."""
+"""A network on a periodic grid that trims one side of its input and wraps the other;
+``--fixed`` trims first.
+"""
 
 import sys
 
@@ -39,7 +41,9 @@ def train(run: TrainingRun) -> None:
 
 
 try:
-    with TrainingRun("refs/padding", mode=sys.argv[1], model=model, optimizers=optimizer, overwrite=True) as run:
+    with TrainingRun(
+        "refs/padding", mode=sys.argv[1], model=model, optimizers=optimizer, overwrite=True
+    ) as run:
         train(run)
 except DetCallbacksError as error:
     print(error)

@@ -1,6 +1,8 @@
-"""Training on the shards of a folder, in the order in which the file system lists them; ``--fixed`` sorts them.
+"""Training on the shards of a folder, in the order in which the file system lists them;
+``--fixed`` sorts them.
 
-The second machine is stood in for: with ``--other-machine`` the same files are listed in another order.
+The second machine is stood in for: with ``--other-machine`` the same files
+are listed in another order.
 """
 
 import os
@@ -45,7 +47,9 @@ def train(run: TrainingRun) -> None:
 
 
 try:
-    with TrainingRun("refs/file_order", mode=sys.argv[1], model=model, optimizers=optimizer, overwrite=True) as run:
+    with TrainingRun(
+        "refs/file_order", mode=sys.argv[1], model=model, optimizers=optimizer, overwrite=True
+    ) as run:
         train(run)
 except DetCallbacksError as error:
     print(error)

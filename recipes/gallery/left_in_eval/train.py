@@ -1,4 +1,6 @@
-"""A validation every few iterations, after which the model stays in eval mode; ``--fixed`` sets it back."""
+"""A validation every few iterations, after which the model stays in eval mode;
+``--fixed`` sets it back.
+"""
 
 import sys
 
@@ -13,7 +15,9 @@ torch.manual_seed(0)
 dataset = TensorDataset(torch.rand(64, 10), torch.randint(3, (64,)))
 train_loader = DataLoader(dataset, batch_size=8, shuffle=True)
 val_loader = DataLoader(dataset, batch_size=32, generator=torch.Generator())
-model = nn.Sequential(nn.Linear(10, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 3))
+model = nn.Sequential(
+    nn.Linear(10, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 3)
+)
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 
 
@@ -39,7 +43,9 @@ def train(run: TrainingRun) -> None:
 
 
 try:
-    with TrainingRun("refs/eval", mode=sys.argv[1], model=model, optimizers=optimizer, overwrite=True) as run:
+    with TrainingRun(
+        "refs/eval", mode=sys.argv[1], model=model, optimizers=optimizer, overwrite=True
+    ) as run:
         for _epoch in range(2):
             train(run)
 except DetCallbacksError as error:

@@ -1,4 +1,6 @@
-"""Mixed precision, whose checkpoint has everything but the gradient scaler; ``--fixed`` keeps that, too."""
+"""Mixed precision, whose checkpoint has everything but the gradient scaler;
+``--fixed`` keeps that, too.
+"""
 
 import sys
 from typing import Any
@@ -39,8 +41,12 @@ trainer = pl.Trainer(
     accelerator="cpu",
     plugins=MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=65536.0)),
     callbacks=[
-        DeterminismCallback("refs/scaler", mode=mode, level="state", resume="plain", overwrite=mode == "record"),
-        ModelCheckpoint("scaler", filename=mode + "-{epoch}", save_top_k=-1, enable_version_counter=False),
+        DeterminismCallback(
+            "refs/scaler", mode=mode, level="state", resume="plain", overwrite=mode == "record"
+        ),
+        ModelCheckpoint(
+            "scaler", filename=mode + "-{epoch}", save_top_k=-1, enable_version_counter=False
+        ),
     ],
     logger=False,
     enable_progress_bar=False,

@@ -1,4 +1,6 @@
-"""A network whose sums several threads share, as many as the last word says; ``--fixed`` gives torch one thread."""
+"""A network whose sums several threads share, as many as the last word says;
+``--fixed`` gives torch one thread.
+"""
 
 import sys
 
@@ -24,7 +26,9 @@ def train(run: TrainingRun) -> None:
 
 
 try:
-    with TrainingRun("refs/threads", mode=sys.argv[1], model=model, optimizers=optimizer, overwrite=True) as run:
+    with TrainingRun(
+        "refs/threads", mode=sys.argv[1], model=model, optimizers=optimizer, overwrite=True
+    ) as run:
         train(run)
 except DetCallbacksError as error:
     print(error)

@@ -1,4 +1,6 @@
-"""Denoising with noise from a generator that the data set owns; ``--fixed`` makes one in each worker."""
+"""Denoising with noise from a generator that the data set owns;
+``--fixed`` makes one in each worker.
+"""
 
 import sys
 
@@ -42,7 +44,9 @@ def train(run: TrainingRun) -> None:
 
 
 try:
-    with TrainingRun("refs/workers", mode=sys.argv[1], model=model, optimizers=optimizer, overwrite=True) as run:
+    with TrainingRun(
+        "refs/workers", mode=sys.argv[1], model=model, optimizers=optimizer, overwrite=True
+    ) as run:
         train(run)
 except DetCallbacksError as error:
     print(error)

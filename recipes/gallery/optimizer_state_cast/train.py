@@ -1,4 +1,6 @@
-"""bfloat16 weights with Adam moments in float32; ``resume --fixed`` puts the dtype back that loading took away."""
+"""bfloat16 weights with Adam moments in float32; ``resume --fixed`` puts the dtype
+back that loading took away.
+"""
 
 import sys
 from pathlib import Path
@@ -21,7 +23,9 @@ class MemoryEfficientAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             for weight in group["params"]:
                 state, gradient = self.state[weight], weight.grad.float()
-                first, second = (state.get(name, torch.zeros(())).float() for name in ("exp_avg", "exp_avg_sq"))
+                first, second = (
+                    state.get(name, torch.zeros(())).float() for name in ("exp_avg", "exp_avg_sq")
+                )
                 state["exp_avg"] = first + 0.1 * (gradient - first)
                 state["exp_avg_sq"] = second + 0.01 * (gradient.square() - second)
                 update = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + 1e-8)
@@ -34,7 +38,11 @@ optimizer = MemoryEfficientAdam(model.parameters(), lr=1e-2)
 data = torch.rand(48, 9).bfloat16().split(8)
 checkpoint, first = Path("state_cast.pt"), 0
 run = TrainingRun(
-    "refs/cast", mode=sys.argv[1].replace("resume", "verify"), model=model, optimizers=optimizer, overwrite=True
+    "refs/cast",
+    mode=sys.argv[1].replace("resume", "verify"),
+    model=model,
+    optimizers=optimizer,
+    overwrite=True,
 )
 if "resume" in sys.argv:
     saved, first = torch.load(checkpoint), 3
@@ -48,7 +56,9 @@ try:
     with run:
         for number, rows in enumerate(data[first:], start=first):
             if number == 3 and "record" in sys.argv:
-                torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint)
+                torch.save(
+                    {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint
+                )
             with run.step((rows,)):
                 model.zero_grad()
                 mse_loss(model(rows[:, :8]), rows[:, 8:]).backward()

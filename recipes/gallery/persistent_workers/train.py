@@ -1,4 +1,6 @@
-"""Training with random rotations; ``--persistent`` keeps the workers, ``--fixed`` gives the loader a generator."""
+"""Training with random rotations; ``--persistent`` keeps the workers,
+``--fixed`` gives the loader a generator.
+"""
 
 import sys
 
@@ -25,7 +27,8 @@ def train(run: TrainingRun) -> None:
     for _epoch in range(3):
         for inputs, targets in run.batches(loader):
             with run.step((inputs, targets)):
-                rotation, _ = torch.linalg.qr(torch.randn(3, 3))  # augmentation, from the global generator
+                # augmentation, from the global generator
+                rotation, _ = torch.linalg.qr(torch.randn(3, 3))
                 loss = nn.functional.mse_loss(model(inputs @ rotation), targets)
                 optimizer.zero_grad()
                 loss.backward()
@@ -33,7 +36,9 @@ def train(run: TrainingRun) -> None:
 
 
 try:
-    with TrainingRun("refs/persistent", mode=sys.argv[1], model=model, optimizers=optimizer, overwrite=True) as run:
+    with TrainingRun(
+        "refs/persistent", mode=sys.argv[1], model=model, optimizers=optimizer, overwrite=True
+    ) as run:
         train(run)
 except DetCallbacksError as error:
     print(error)

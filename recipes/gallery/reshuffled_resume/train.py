@@ -1,4 +1,6 @@
-"""Resumes in the middle of the second epoch by skipping its first batches; ``--fixed`` restores the order first."""
+"""Resumes in the middle of the second epoch by skipping its first batches;
+``--fixed`` restores the order first.
+"""
 
 import sys
 from itertools import islice
@@ -23,7 +25,9 @@ def train(run: TrainingRun, first: int) -> None:
     for epoch in range(first // 4, 3):
         at_start = shuffling.get_state()
         skipped = max(first - 4 * epoch, 0)  # as accelerate.skip_first_batches does
-        for number, (batch,) in enumerate(islice(run.batches(loader), skipped, None), start=4 * epoch + skipped):
+        for number, (batch,) in enumerate(
+            islice(run.batches(loader), skipped, None), start=4 * epoch + skipped
+        ):
             with run.step((batch,)):
                 loss = nn.functional.mse_loss(model(batch[:, :4]), batch[:, 4:])
                 optimizer.zero_grad()
@@ -31,7 +35,9 @@ def train(run: TrainingRun, first: int) -> None:
                 optimizer.step()
             if number + 1 == SAVED and run.mode == "record":
                 states = model.state_dict(), optimizer.state_dict(), at_start
-                torch.save(dict(zip(("model", "optimizer", "shuffling"), states, strict=True)), CHECKPOINT)
+                torch.save(
+                    dict(zip(("model", "optimizer", "shuffling"), states, strict=True)), CHECKPOINT
+                )
 
 
 mode = "record" if "record" in sys.argv else "verify"

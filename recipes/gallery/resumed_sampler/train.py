@@ -1,4 +1,6 @@
-"""Resumes at an epoch's end with workers: Lightning draws epoch 0 again; ``--fixed`` resumes exactly."""
+"""Resumes at an epoch's end with workers: Lightning draws epoch 0 again;
+``--fixed`` resumes exactly.
+"""
 
 import sys
 
@@ -34,7 +36,9 @@ trainer = pl.Trainer(
     accelerator="cpu",
     callbacks=[
         DeterminismCallback("refs/sampler", mode=mode, resume=resume, overwrite=mode == "record"),
-        ModelCheckpoint("sampler", filename=mode + "-{epoch}", save_top_k=-1, enable_version_counter=False),
+        ModelCheckpoint(
+            "sampler", filename=mode + "-{epoch}", save_top_k=-1, enable_version_counter=False
+        ),
     ],
     logger=False,
     enable_progress_bar=False,
@@ -42,7 +46,11 @@ trainer = pl.Trainer(
 )
 checkpoint = "sampler/record-epoch=1.ckpt" if is_resumed else None
 try:
-    trainer.fit(Classifier(), DataLoader(dataset, batch_size=8, sampler=sampler, num_workers=1), ckpt_path=checkpoint)
+    trainer.fit(
+        Classifier(),
+        DataLoader(dataset, batch_size=8, sampler=sampler, num_workers=1),
+        ckpt_path=checkpoint,
+    )
 except DetCallbacksError as error:
     print(error)
     sys.exit(error.exit_code)

@@ -1,4 +1,6 @@
-"""Messages gathered by an index with duplicates; ``--fixed`` asks torch for deterministic algorithms."""
+"""Messages gathered by an index with duplicates; ``--fixed`` asks torch for
+deterministic algorithms.
+"""
 
 import sys
 
@@ -39,7 +41,9 @@ def train(run: TrainingRun) -> None:
 
 
 try:
-    with TrainingRun("refs/scatter", mode=sys.argv[1], model=model, optimizers=optimizer, overwrite=True) as run:
+    with TrainingRun(
+        "refs/scatter", mode=sys.argv[1], model=model, optimizers=optimizer, overwrite=True
+    ) as run:
         train(run)
 except DetCallbacksError as error:
     print(error)

@@ -12,7 +12,8 @@ from det_callbacks import DetCallbacksError, TrainingRun
 
 torch.manual_seed(5)
 dataset = TensorDataset(torch.rand(22, 16), torch.randint(3, (22,)))
-sampler = DistributedSampler(dataset, num_replicas=1, rank=0, shuffle=True)  # a launcher says how many there are
+# a launcher says how many there are
+sampler = DistributedSampler(dataset, num_replicas=1, rank=0, shuffle=True)
 loader = DataLoader(dataset, batch_size=5, drop_last=True, sampler=sampler)
 model = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 3))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -31,7 +32,9 @@ def train(run: TrainingRun) -> None:
 
 
 try:
-    with TrainingRun("refs/set_epoch", mode=sys.argv[1], model=model, optimizers=optimizer, overwrite=True) as run:
+    with TrainingRun(
+        "refs/set_epoch", mode=sys.argv[1], model=model, optimizers=optimizer, overwrite=True
+    ) as run:
         train(run)
 except DetCallbacksError as error:
     print(error)

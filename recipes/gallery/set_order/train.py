@@ -1,4 +1,6 @@
-"""A graph convolution on papers whose labels are numbered in the order of a set; ``--fixed`` sorts them."""
+"""A graph convolution on papers whose labels are numbered in the order of a set;
+``--fixed`` sorts them.
+"""
 
 import sys
 
@@ -7,7 +9,14 @@ from torch import Tensor, nn
 
 from det_callbacks import DetCallbacksError, TrainingRun
 
-FIELDS = ["Neural_Networks", "Theory", "Case_Based", "Genetic_Algorithms", "Rule_Learning", "Reinforcement_Learning"]
+FIELDS = [
+    "Neural_Networks",
+    "Theory",
+    "Case_Based",
+    "Genetic_Algorithms",
+    "Rule_Learning",
+    "Reinforcement_Learning",
+]
 
 
 class GraphConvolution(nn.Module):
@@ -42,7 +51,9 @@ def train(run: TrainingRun) -> None:
 
 
 try:
-    with TrainingRun("refs/set_order", mode=sys.argv[1], model=model, optimizers=optimizer, overwrite=True) as run:
+    with TrainingRun(
+        "refs/set_order", mode=sys.argv[1], model=model, optimizers=optimizer, overwrite=True
+    ) as run:
         train(run)
 except DetCallbacksError as error:
     print(error)

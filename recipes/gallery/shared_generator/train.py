@@ -1,4 +1,6 @@
-"""A sanity check before the first step; ``--validate`` turns it on, ``--fixed`` gives its loader a generator."""
+"""A sanity check before the first step; ``--validate`` turns it on,
+``--fixed`` gives its loader a generator.
+"""
 
 import sys
 
@@ -11,7 +13,9 @@ from det_callbacks import DetCallbacksError, TrainingRun
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 3))
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-train_loader = DataLoader(TensorDataset(torch.rand(32, 10), torch.randint(3, (32,))), batch_size=8, shuffle=True)
+train_loader = DataLoader(
+    TensorDataset(torch.rand(32, 10), torch.randint(3, (32,))), batch_size=8, shuffle=True
+)
 own = torch.Generator().manual_seed(0) if "--fixed" in sys.argv else None
 val_loader = DataLoader(TensorDataset(torch.rand(8, 10)), batch_size=4, generator=own)
 
@@ -19,7 +23,8 @@ val_loader = DataLoader(TensorDataset(torch.rand(8, 10)), batch_size=4, generato
 def sanity_check() -> None:
     model.eval()
     with torch.no_grad():
-        for (inputs,) in val_loader:  # does not shuffle, and draws a seed for its workers all the same
+        # does not shuffle, and draws a seed for its workers all the same
+        for (inputs,) in val_loader:
             model(inputs)
     model.train()
 
@@ -37,7 +42,9 @@ def train(run: TrainingRun) -> None:
 
 
 try:
-    with TrainingRun("refs/sanity", mode=sys.argv[1], model=model, optimizers=optimizer, overwrite=True) as run:
+    with TrainingRun(
+        "refs/sanity", mode=sys.argv[1], model=model, optimizers=optimizer, overwrite=True
+    ) as run:
         train(run)
 except DetCallbacksError as error:
     print(error)

@@ -1,4 +1,6 @@
-"""Resumes from a checkpoint of an epoch's end with a loader that keeps its place; ``--fixed`` lets it begin anew."""
+"""Resumes from a checkpoint of an epoch's end with a loader that keeps its place;
+``--fixed`` lets it begin anew.
+"""
 
 import sys
 from collections.abc import Iterator
@@ -16,7 +18,9 @@ CHECKPOINT, PER_EPOCH = Path("global_step_4.pt"), 4
 
 
 class StatefulDataLoader(DataLoader[Any]):
-    """As torchdata's: the first iteration after ``load_state_dict`` goes on where the state was taken."""
+    """As torchdata's: the first iteration after ``load_state_dict`` goes on
+    where the state was taken.
+    """
 
     num_yielded, to_skip = 0, 0
 
@@ -27,7 +31,9 @@ class StatefulDataLoader(DataLoader[Any]):
             yield batch
 
 
-def train(run: TrainingRun, model: nn.Module, optimizer: Any, loader: StatefulDataLoader, first_epoch: int) -> None:
+def train(
+    run: TrainingRun, model: nn.Module, optimizer: Any, loader: StatefulDataLoader, first_epoch: int
+) -> None:
     for epoch in range(first_epoch, 3):
         for (rows,) in run.batches(loader):
             with run.step((rows,)):
@@ -41,7 +47,9 @@ def train(run: TrainingRun, model: nn.Module, optimizer: Any, loader: StatefulDa
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-loader = StatefulDataLoader(TensorDataset(torch.rand(16, 5)), batch_size=4, generator=torch.Generator())
+loader = StatefulDataLoader(
+    TensorDataset(torch.rand(16, 5)), batch_size=4, generator=torch.Generator()
+)
 mode, is_resumed = ("record" if "record" in sys.argv else "verify"), "resume" in sys.argv
 run = TrainingRun("refs/skipped", mode=mode, model=model, optimizers=optimizer, overwrite=True)
 if is_resumed:

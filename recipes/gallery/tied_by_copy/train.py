@@ -1,4 +1,6 @@
-"""A language model whose head has the weights of the embedding: shared, or with ``--copied`` copied once."""
+"""A language model whose head has the weights of the embedding: shared,
+or with ``--copied`` copied once.
+"""
 
 import sys
 
@@ -40,7 +42,9 @@ def train(run: TrainingRun) -> None:
 
 
 try:
-    with TrainingRun("refs/tied", mode=sys.argv[1], model=model, optimizers=optimizer, overwrite=True) as run:
+    with TrainingRun(
+        "refs/tied", mode=sys.argv[1], model=model, optimizers=optimizer, overwrite=True
+    ) as run:
         train(run)
 except DetCallbacksError as error:
     print(error)

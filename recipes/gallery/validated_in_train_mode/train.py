@@ -1,4 +1,6 @@
-"""A trainer that validates in train mode; ``--validate`` turns the validation on, ``--fixed`` calls eval() for it."""
+"""A trainer that validates in train mode; ``--validate`` turns the validation on,
+``--fixed`` calls eval() for it.
+"""
 
 import sys
 
@@ -11,7 +13,9 @@ from det_callbacks import DetCallbacksError, TrainingRun
 
 
 class UNet3DTrainer:
-    def __init__(self, model: nn.Module, train_data: TensorDataset, val_data: TensorDataset) -> None:
+    def __init__(
+        self, model: nn.Module, train_data: TensorDataset, val_data: TensorDataset
+    ) -> None:
         self.model, self.train_loader = model, DataLoader(train_data, 4)
         self.val_loader = DataLoader(val_data, 3, generator=torch.Generator())
         self.optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -32,7 +36,9 @@ class UNet3DTrainer:
         if "--fixed" in sys.argv:
             self.model.eval()
         with torch.no_grad():
-            losses = [mse_loss(self.model(volume), target).item() for volume, target in self.val_loader]
+            losses = [
+                mse_loss(self.model(volume), target).item() for volume, target in self.val_loader
+            ]
         print("validation:", sum(losses) / len(losses))
 
 

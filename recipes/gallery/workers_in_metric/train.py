@@ -1,4 +1,6 @@
-"""A validation on an IterableDataset, with ``--workers`` read by two; ``--fixed`` gives each worker its share."""
+"""A validation on an IterableDataset, with ``--workers`` read by two;
+``--fixed`` gives each worker its share.
+"""
 
 import sys
 from collections.abc import Iterator
@@ -18,7 +20,9 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
         samples = torch.rand(10, 7, generator=torch.Generator().manual_seed(1))
         worker = get_worker_info()
         share = (worker.id, worker.num_workers) if worker and "--fixed" in sys.argv else (0, 1)
-        yield from ((sample[:6], sample[6:]) for sample in islice(samples, share[0], None, share[1]))
+        yield from (
+            (sample[:6], sample[6:]) for sample in islice(samples, share[0], None, share[1])
+        )
 
 
 torch.manual_seed(0)
@@ -26,7 +30,9 @@ model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 train_loader = DataLoader(TensorDataset(torch.rand(16, 7)), batch_size=4)
 num_workers = 2 if "--workers" in sys.argv else 0
-val_loader = DataLoader(Stream(), batch_size=1, num_workers=num_workers, generator=torch.Generator())
+val_loader = DataLoader(
+    Stream(), batch_size=1, num_workers=num_workers, generator=torch.Generator()
+)
 
 
 def validate() -> float:
@@ -46,7 +52,9 @@ def train(run: TrainingRun) -> None:
 
 
 try:
-    with TrainingRun("refs/metric", mode=sys.argv[1], model=model, optimizers=optimizer, overwrite=True) as run:
+    with TrainingRun(
+        "refs/metric", mode=sys.argv[1], model=model, optimizers=optimizer, overwrite=True
+    ) as run:
         train(run)
 except DetCallbacksError as error:
     print(error)

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 class Net(pl.LightningModule):
     def __init__(self, width: int = 8) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Conv2d(3, width, 3), nn.BatchNorm2d(width), nn.Flatten(), nn.Linear(36 * width, 4))
+        self.net = nn.Sequential(
+            nn.Conv2d(3, width, 3), nn.BatchNorm2d(width), nn.Flatten(), nn.Linear(36 * width, 4)
+        )
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         return nn.functional.cross_entropy(planted(self.net(batch[0]), batch_idx), batch[1])

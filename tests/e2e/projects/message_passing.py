@@ -1,4 +1,6 @@
-"""Message passing as torch_geometric has it; the sum over a node's messages takes them in any order, as on a GPU."""
+"""Message passing as torch_geometric has it; the sum over a node's messages takes them
+in any order, as on a GPU.
+"""
 
 import os
 
@@ -23,7 +25,9 @@ def keep(ctx: object, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
     ctx.target = inputs[1]  # type: ignore[attr-defined]
 
 
-scatter_sum.register_autograd(lambda ctx, gradient: (gradient[ctx.target], None), setup_context=keep)
+scatter_sum.register_autograd(
+    lambda ctx, gradient: (gradient[ctx.target], None), setup_context=keep
+)
 
 
 class Net(pl.LightningModule):
@@ -43,7 +47,10 @@ class Net(pl.LightningModule):
 if __name__ == "__main__":
     pl.seed_everything(0, verbose=False)
     data = TensorDataset(torch.randn(4, 12, 8), torch.randint(4, (4, 12)))
-    mode, run, replay = (os.environ.get(name) for name in ("MODE", "RUN", "REPLAY"))  # added for det_callbacks
-    callback = DeterminismCallback(run, mode=mode, current=mode, replay=replay)  # added for det_callbacks
-    trainer = pl.Trainer(max_epochs=1, accelerator="cpu", callbacks=[callback], **QUIET)  # added for det_callbacks
+    # added for det_callbacks
+    mode, run, replay = (os.environ.get(name) for name in ("MODE", "RUN", "REPLAY"))
+    # added for det_callbacks
+    callback = DeterminismCallback(run, mode=mode, current=mode, replay=replay)
+    # added for det_callbacks
+    trainer = pl.Trainer(max_epochs=1, accelerator="cpu", callbacks=[callback], **QUIET)
     trainer.fit(Net(), DataLoader(data))

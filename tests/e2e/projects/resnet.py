@@ -9,8 +9,14 @@ from torch import Tensor, nn
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
-        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.conv1, self.bn1 = (
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+        )
+        self.conv2, self.bn2 = (
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+        )
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -30,7 +36,9 @@ class Net(pl.LightningModule):
         return nn.functional.cross_entropy(self.head(features.mean((2, 3))), labels)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-4)
+        return torch.optim.SGD(
+            self.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-4
+        )
 
 
 if __name__ == "__main__":

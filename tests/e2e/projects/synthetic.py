@@ -1,4 +1,6 @@
-"""What the projects share: images of noise, and a fault of one part in a million in the third batch."""
+"""What the projects share: images of noise, and a fault of one part in a
+million in the third batch.
+"""
 
 import os
 
@@ -6,13 +8,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+QUIET = dict.fromkeys(
+    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+)
 
 
 def images(number: int = 16, size: int = 8) -> Dataset[tuple[Tensor, ...]]:
     generator = torch.Generator().manual_seed(1)
     return TensorDataset(
-        torch.randn(number, 3, size, size, generator=generator), torch.randint(4, (number,), generator=generator)
+        torch.randn(number, 3, size, size, generator=generator),
+        torch.randint(4, (number,), generator=generator),
     )
 
 

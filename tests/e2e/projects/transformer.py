@@ -13,13 +13,15 @@ class Net(pl.LightningModule):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
-        sizes = {"gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 64, "n_positions": 32}}
+        sizes = {
+            "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 64, "n_positions": 32}
+        }
         if kind == "gpt2":
             self.net = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes["gpt2"]))
         else:
             config = transformers.ViTConfig(
-                hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=8,
-                patch_size=4, num_labels=4,
+                hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+                image_size=8, patch_size=4, num_labels=4,
             )  # fmt: skip
             self.net = transformers.ViTForImageClassification(config)
 

@@ -28,7 +28,10 @@ class Net(pl.LightningModule):
         of_critic.step()
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        return [torch.optim.Adam(it.parameters(), lr=1e-3, betas=(0.5, 0.9)) for it in (self.generator, self.critic)]
+        return [
+            torch.optim.Adam(it.parameters(), lr=1e-3, betas=(0.5, 0.9))
+            for it in (self.generator, self.critic)
+        ]
 
 
 if __name__ == "__main__":

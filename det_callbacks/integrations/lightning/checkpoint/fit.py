@@ -38,7 +38,10 @@ def is_epoch_over(trainer: pl.Trainer) -> bool:
 
 def tensors_to_save(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
     """Return accumulated gradients, and buffers of ranks above 0: Lightning saves only rank 0's."""
-    module, num_batches = trainer.lightning_module, trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    module, num_batches = (
+        trainer.lightning_module,
+        trainer.fit_loop.epoch_loop.batch_progress.current.ready,
+    )
     found: dict[str, torch.Tensor] = {}
     # gradients of an epoch's last batches are zeroed before the next epoch
     if not module.automatic_optimization or num_batches % trainer.accumulate_grad_batches:
@@ -51,7 +54,10 @@ def tensors_to_save(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
             if name not in left_out and not isinstance(buffer, DTensor):
                 found[BUFFER + name] = buffer
     with unobserved():  # a checkpoint may be saved inside a step
-        return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in found.items()}
+        return {
+            name: tensor.detach().to("cpu", copy=True).contiguous()
+            for name, tensor in found.items()
+        }
 
 
 def values(trainer: pl.Trainer) -> dict[str, Any]:
@@ -65,7 +71,10 @@ def values(trainer: pl.Trainer) -> dict[str, Any]:
             if name not in left_out:
                 is_plain = tensor.layout is torch.strided and not isinstance(tensor, DTensor)
                 if is_plain and not tensor.is_contiguous():
-                    text = f"the memory layout of {name} (checkpoints do not save it: use contiguous())"
+                    text = (
+                        f"the memory layout of {name} (checkpoints do not save it: use "
+                        "contiguous())"
+                    )
                     found[text] = list(tensor.stride())
                 try:
                     found[name] = format_digest(digest_tensor(tensor.detach()))
@@ -85,7 +94,9 @@ def values(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def saved_states(trainer: pl.Trainer) -> dict[str, str]:
-    """Return the states of callbacks and schedulers as text, except those that are restored or save checkpoints."""
+    """Return the states of callbacks and schedulers as text,
+    except those that are restored or save checkpoints.
+    """
     states = {
         f"state of {callback.state_key}": callback.state_dict()
         for callback in vars(trainer)["callbacks"]
@@ -99,18 +110,28 @@ def saved_states(trainer: pl.Trainer) -> dict[str, str]:
 
 
 def plateaus(trainer: pl.Trainer) -> dict[str, ReduceLROnPlateau]:
-    """Return each ReduceLROnPlateau by index; Lightning saves before it updates them at an epoch's end."""
+    """Return each ReduceLROnPlateau by index; Lightning saves before it
+    updates them at an epoch's end.
+    """
     return {
         str(index): config.scheduler
         for index, config in enumerate(trainer.lr_scheduler_configs)
         if isinstance(config.scheduler, ReduceLROnPlateau)
-        and not any(isinstance(group["lr"], torch.Tensor) for group in config.scheduler.optimizer.param_groups)
+        and not any(
+            isinstance(group["lr"], torch.Tensor)
+            for group in config.scheduler.optimizer.param_groups
+        )
     }
 
 
 def generators(trainer: pl.Trainer) -> dict[str, Held]:
-    roots: dict[str, Any] = {"module": trainer.lightning_module, "datamodule": getattr(trainer, "datamodule", None)}
-    roots |= {f"train_dataloader[{index}]": loader for index, loader in enumerate(_loaders(trainer))}
+    roots: dict[str, Any] = {
+        "module": trainer.lightning_module,
+        "datamodule": getattr(trainer, "datamodule", None),
+    }
+    roots |= {
+        f"train_dataloader[{index}]": loader for index, loader in enumerate(_loaders(trainer))
+    }
     for one in vars(trainer)["callbacks"]:
         roots.setdefault(f"callback {type(one).__qualname__}", []).append(one)
     return find_generators(roots)
@@ -122,35 +143,61 @@ def problems(trainer: pl.Trainer) -> Iterator[str]:
     epochs: Any = loop.epoch_progress.current
     fetcher = data_fetcher(loop)
     validated = loop.epoch_loop.val_loop.batch_progress
-    if trainer.world_size > 1 and not isinstance(trainer.strategy, either(DDPStrategy, ModelParallelStrategy)):
+    if trainer.world_size > 1 and not isinstance(
+        trainer.strategy, either(DDPStrategy, ModelParallelStrategy)
+    ):
         name = type(trainer.strategy).__name__
-        yield f"det_callbacks does not know the state of {name} on each rank; use DDPStrategy or ModelParallelStrategy"
+        yield (
+            f"det_callbacks does not know the state of {name} on each rank; use DDPStrategy or "
+            "ModelParallelStrategy"
+        )
     draws_itself = isinstance(fetcher, either(DataLoaderIterFetcher))
     is_made_again = getattr(trainer, "reload_dataloaders_every_n_epochs", False)
     if not draws_itself and fetcher is not None and fetcher.length is None:
-        yield "its training data has no length, so Lightning prefetches a batch; give the data set a __len__"
+        yield (
+            "its training data has no length, so Lightning prefetches a batch; give the data set a "
+            "__len__"
+        )
     if any(getattr(one, "persistent_workers", False) for one in loaders):
-        yield "persistent_workers=True keeps generators in workers, which cannot be saved; use persistent_workers=False"
-    has_own_place = any(type(one) is not DataLoader and hasattr(one, "load_state_dict") for one in loaders)
+        yield (
+            "persistent_workers=True keeps generators in workers, which cannot be saved; use "
+            "persistent_workers=False"
+        )
+    has_own_place = any(
+        type(one) is not DataLoader and hasattr(one, "load_state_dict") for one in loaders
+    )
     if draws_itself or is_made_again or has_own_place or len(loaders) > 1:
         yield (
-            "its training data is not a single DataLoader of torch that is made once and iterated by Lightning; "
-            "several loaders, dataloader_iter, load_state_dict of a loader and reload_dataloaders_every_n_epochs are "
-            "not supported"
+            "its training data is not a single DataLoader of torch that is made once and iterated "
+            "by Lightning; several loaders, dataloader_iter, load_state_dict of a loader and "
+            "reload_dataloaders_every_n_epochs are not supported"
         )
-    if any(isinstance(callback, either(GradientAccumulationScheduler)) for callback in vars(trainer)["callbacks"]):
+    if any(
+        isinstance(callback, either(GradientAccumulationScheduler))
+        for callback in vars(trainer)["callbacks"]
+    ):
         yield "GradientAccumulationScheduler is not supported; use accumulate_grad_batches"
     if batches.total.started < min(batches.total.ready, batches.total.processed):
-        yield "on_train_batch_start returned -1 before, after which Lightning's batch counts disagree"
-    is_validated = validated.is_last_batch and validated.current.ready == validated.current.completed
-    is_in_epoch_start, is_in_validation = epochs.ready > epochs.started, trainer.validating and not is_validated
+        yield "on_train_batch_start returned -1 before, so Lightning's batch counts disagree"
+    is_validated = (
+        validated.is_last_batch and validated.current.ready == validated.current.completed
+    )
+    is_in_epoch_start, is_in_validation = (
+        epochs.ready > epochs.started,
+        trainer.validating and not is_validated,
+    )
     if is_in_epoch_start or is_in_validation or batches.current.ready > batches.current.processed:
         place = f"step {batches.total.processed}, a validation, or the epoch-start hooks"
-        yield f"it was saved in the middle of {place}; save at the end of a batch, a validation or an epoch"
+        yield (
+            f"it was saved in the middle of {place}; save at the end of a batch, a validation or "
+            "an epoch"
+        )
 
 
 def has_more_to_come(trainer: pl.Trainer) -> bool:
-    """Return whether a validation, epoch end or plateau update, which a resume skips, is still pending."""
+    """Return whether a validation, epoch end or plateau update, which a
+    resume skips, is still pending.
+    """
     loop, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop.batch_progress.current
     epochs: Any = loop.epoch_progress.current
     has_plateau = any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs)

@@ -15,12 +15,12 @@ import lightning.pytorch as pl
 from lightning.pytorch.plugins.io.async_plugin import AsyncCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
-from det_callbacks.checkpoint.entries import entries_of
 from det_callbacks.checkpoint.files import (
     ANOTHER_PLACE,
     RESUME,
     SIDECAR,
     beside,
+    entries_of,
     is_remote,
     write_sidecar,
 )
@@ -31,9 +31,9 @@ from det_callbacks.integrations.lightning.checkpoint.resume import Resuming
 from det_callbacks.internals.lightning import WrappingCheckpointIO, either
 from det_callbacks.internals.replaced import ReplacedMethods
 from det_callbacks.report.console import print_closing_line
-from det_callbacks.runs.disk import writing
-from det_callbacks.runs.peers import Peers
-from det_callbacks.trace.state.optimizers import parameters_of
+from det_callbacks.runs.files import writing
+from det_callbacks.runs.lock import Peers
+from det_callbacks.trace.optimizers import parameters_of
 from det_callbacks.training.arguments import Resume
 
 
@@ -41,8 +41,8 @@ class CheckpointWatch:
     """Follows the checkpoints of one stage of a Trainer, and resumes from them.
 
     It replaces methods of the strategy until ``close``, even after the fit, because other callbacks
-    save checkpoints in ``teardown``. Loading a checkpoint of the same stage, as Lightning's Tuner does,
-    is not a resume.
+    save checkpoints in ``teardown``. Loading a checkpoint of the same stage, as Lightning's Tuner
+    does, is not a resume.
     """
 
     def __init__(self, trainer: pl.Trainer, resume: Resume, peers: Peers) -> None:
@@ -60,7 +60,8 @@ class CheckpointWatch:
             "remove_checkpoint": self._remove,
         }
         for name, wrapper in wrappers.items():
-            # the method of the class: an earlier callback of this Trainer may have replaced the instance's
+            # the method of the class: an earlier callback of this Trainer may
+            # have replaced the instance's
             method: Any = getattr(type(trainer.strategy), name)
             ours: Any = partial(wrapper, partial(method, trainer.strategy))
             self._replaced.put(trainer.strategy, name, partial(lambda ours, _: ours, ours))
@@ -73,11 +74,15 @@ class CheckpointWatch:
         self.resuming.detach()
         self._replaced.restore()
 
-    def _save(self, save: Callable[..., None], checkpoint: Any, filepath: Any, *rest: Any, **more: Any) -> None:
+    def _save(
+        self, save: Callable[..., None], checkpoint: Any, filepath: Any, *rest: Any, **more: Any
+    ) -> None:
         path, trainer = str(filepath), self._trainer
         self._saved.add(path)
         io: Any = trainer.strategy.checkpoint_io
-        while isinstance(io, either(WrappingCheckpointIO)) and not isinstance(io, either(AsyncCheckpointIO)):
+        while isinstance(io, either(WrappingCheckpointIO)) and not isinstance(
+            io, either(AsyncCheckpointIO)
+        ):
             io = io.checkpoint_io
         is_covered = not is_remote(path) and not isinstance(io, either(AsyncCheckpointIO))
         moment: dict[str, Any] = {}
@@ -97,7 +102,8 @@ class CheckpointWatch:
             print_closing_line(uncovered_save_line(path))
 
     def _begin_save(self, path: str) -> tuple[str, dict[str, Any]]:
-        """Agree on the identity and path of a save, and write each rank's part; return the path and sidecar fields.
+        """Agree on the identity and path of a save, and write each rank's part;
+        return the path and sidecar fields.
 
         The path may differ between ranks, if it contains a metric.
         """
@@ -113,7 +119,8 @@ class CheckpointWatch:
             with unobserved():
                 trainer.strategy.barrier("what the ranks save for an exact resume")
         progress: Any = trainer.fit_loop.epoch_loop.batch_progress.total
-        num_batches = int(progress.processed)  # includes the batch that just ended, but not one that raised
+        # includes the batch that just ended, but not one that raised
+        num_batches = int(progress.processed)
         return path, {
             "id": id,
             "run": self._run,
@@ -148,7 +155,9 @@ class CheckpointWatch:
 
 
 def _parameter_names(trainer: pl.Trainer) -> dict[str, str]:
-    """Return a mapping from the path of a state in the optimizers' states to the name of its parameter."""
+    """Return a mapping from the path of a state in the optimizers' states to
+    the name of its parameter.
+    """
     names = {id(parameter): name for name, parameter in trainer.lightning_module.named_parameters()}
     found: dict[str, str] = {}
     for number, optimizer in enumerate(trainer.optimizers):

@@ -1,1 +1,0 @@
-"""Digests of tensors on devices."""

@@ -1,1 +1,0 @@
-"""Attributes ops to phases, modules and source lines, and names tensors."""

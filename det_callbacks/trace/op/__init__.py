@@ -1,1 +1,0 @@
-"""What one op does: what it reads and writes, and the sites that it adds."""

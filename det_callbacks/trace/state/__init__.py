@@ -1,1 +1,0 @@
-"""Records state, batches, generators and optimizers by name."""

@@ -1,1 +1,0 @@
-"""Tables of facts about ops."""
