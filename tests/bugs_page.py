@@ -18,7 +18,7 @@ HEAD = f"""# Bugs it would have found
 
 <!-- Made by `make bugs` from the READMEs in recipes/gallery: change those. -->
 
-Real, public bugs, and what det_callbacks reports for each. The scripts are in `recipes/gallery`, at most 60 lines each,
+Real, public bugs, and what det_callbacks reports for each. The scripts are in `recipes/gallery`, at most 80 lines each,
 as their users wrote them. A test runs each script twice: with the bug, the verdict names the culprit; with the fix, the
 verdict is `match`, without findings.
 

@@ -330,7 +330,7 @@ def of_models() -> Iterator[tuple[str, Trained, Callable[[], Any]]]:
     }
     kinds: dict[str, dict[str, Any]] = {
         "GPT2": of_gpt, "Bert": small, "Roberta": small, "T5": of_t5,
-        **dict.fromkeys(("Llama", "Qwen2"), {**small, "num_key_value_heads": 2}),
+        "Llama": {**small, "num_key_value_heads": 2}, "Qwen2": {**small, "num_key_value_heads": 2},
     }  # fmt: skip
     for kind, options in kinds.items():
         config = getattr(transformers, f"{kind}Config")(vocab_size=24, pad_token_id=0, **options)

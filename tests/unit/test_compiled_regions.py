@@ -342,7 +342,8 @@ def test_who_starts_one_ulp(place, op, is_origin, started_by, backend):
     train(compiled)()
     state = state_of(model)
     traces = [
-        restored(model, state, lambda: traced(lambda: step(way), model)) for way in (False, True)
+        restored(model, state, lambda: traced(lambda: step(way), model))  # noqa: B023
+        for way in (False, True)
     ]
     found = difference(*traces)
     first = found.divergences[0]
