@@ -295,8 +295,8 @@ class CheckpointNotFoundError(_PathError, FileNotFoundError):
 
     Examples:
         >>> check_checkpoint("none.ckpt")
-        Traceback (most recent call last): det_callbacks.errors.CheckpointNotFoundError: There is no
-        checkpoint none.ckpt on this disk, ...
+        Traceback (most recent call last):
+        det_callbacks.errors.CheckpointNotFoundError: There is no checkpoint none.ckpt on this ...
     """
 
 
@@ -316,8 +316,8 @@ class SettingsError(DetCallbacksError):
 
     Examples:
         >>> enforce_determinism({"num_threads": 0})
-        Traceback (most recent call last): det_callbacks.errors.SettingsError: num_threads=0 is not
-        allowed; use an integer from 1 to 2147483647, ...
+        Traceback (most recent call last):
+        det_callbacks.errors.SettingsError: num_threads=0 is not allowed; use an integer from 1 ...
     """
 
 

@@ -17,13 +17,13 @@ from typing_extensions import override
 
 from det_callbacks.errors import DetCallbacksError, NothingComparedError, SelectionError
 from det_callbacks.integrations.command import (
-    Seen,
     claim_run,
     read_arguments,
     report_to_command,
     withdraw_claim,
 )
 from det_callbacks.integrations.loop import LoopTraining, TrainingRun
+from det_callbacks.integrations.seen import Seen
 from det_callbacks.internals.torch import (
     CHILDREN,
     always_called,

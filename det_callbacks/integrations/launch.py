@@ -74,7 +74,7 @@ def _report_seen() -> None:
     with torch, TorchSteps tells.
     """
     # a process that ends needs no speed
-    from det_callbacks.integrations.command import report_seen  # noqa: PLC0415
+    from det_callbacks.integrations.seen import report_seen  # noqa: PLC0415
 
     if "torch" not in sys.modules:
         report_seen(

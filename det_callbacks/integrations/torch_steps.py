@@ -34,7 +34,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, get_worker_info
 
-from det_callbacks.integrations.command import Seen, give_workers, report_seen
+from det_callbacks.integrations.command import give_workers
+from det_callbacks.integrations.seen import Seen, report_seen
 from det_callbacks.internals.replaced import ReplacedMethods
 from det_callbacks.internals.torch import TORCH, DataLoaderIter, graph_task_id, keywords_of_call
 from det_callbacks.observers.observations import REGISTRY

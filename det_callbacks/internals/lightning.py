@@ -44,8 +44,8 @@ checkpoint_connector = LIGHTNING.of_instance(
     "restores sharding strategies after the fit has begun",
 )
 RESTORE = LIGHTNING.name_of(
-    "lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector._restore_modul"
-    "es_and_callbacks",
+    "lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector"
+    "._restore_modules_and_callbacks",
     "the method that restores them",
 )
 results = LIGHTNING.of_instance(

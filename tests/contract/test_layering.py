@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tensors", "audit", "compare"),
     ("causes", "findings", "report", "checkpoint", "ranks", "numerics", "observers", "verify"),
     ("training",),
-    ("integrations.command", "integrations.loop", "cli"),
+    ("integrations.command", "integrations.loop", "integrations.seen", "cli"),
     ("integrations.followed", "integrations.torch_steps"),
     ("integrations", "integrations.huggingface", "integrations.lightning", "integrations.hydra"),
     ("huggingface", "integrations.launch", "integrations.pytest_runs"),

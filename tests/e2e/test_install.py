@@ -78,7 +78,10 @@ def pip(command: str, *arguments: str, python: str = sys.executable) -> None:
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel, source):
-    places = ("det_callbacks", ("py", "j2", "css", "json", "typed")), ("conf", ("py", "yaml"))
+    places = (
+        ("det_callbacks", ("py", "j2", "css", "json", "typed", "cpp", "h")),
+        ("conf", ("py", "yaml")),
+    )
     files = [
         path
         for folder, ends in places

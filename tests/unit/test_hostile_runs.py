@@ -267,12 +267,12 @@ COMMANDS = (
 def test_every_reader_of_a_run_refuses_what_is_no_file_of_a_run(
     runs, tmp_path, capsys, monkeypatch, change
 ):
-    monkeypatch.setattr(
-        files,
-        "open",
-        lambda path, mode, opener: Counted(io.FileIO(path, "r", opener=opener)),
-        False,
-    )
+    def counted(path: Path, mode: str, *args: Any, opener: Any) -> Any:
+        if mode != "rb":
+            return open(path, mode, *args, opener=opener)
+        return Counted(io.FileIO(path, "r", opener=opener))
+
+    monkeypatch.setattr(files, "open", counted, False)
     reference, current = runs
     page = tmp_path / "page.html"
     for path in sorted(

@@ -350,7 +350,7 @@ def test_what_cannot_be_copied_or_written_is_left_out_and_said(tmp_path, monkeyp
     assert (keeping.counts.num_tensors, keeping.counts.num_missing) == (1, 1)
     assert "has the layout sparse_coo, so its bits cannot be saved" in keeping.counts.reason
     for name, error in (
-        ("keep.copy_bits", torch.OutOfMemoryError()),
+        ("replay.copy_bits", torch.OutOfMemoryError()),
         ("files.StepWriter.write", WriteError("full")),
     ):
         with monkeypatch.context() as patch:
