@@ -194,7 +194,7 @@ COMPILE = """
 from types import SimpleNamespace
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from det_callbacks.digest.device import triton_kernels as kernels
+from det_callbacks.digest import triton_kernels as kernels
 
 
 class Driver:

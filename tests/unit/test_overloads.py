@@ -87,7 +87,8 @@ def test_what_the_tables_tell_is_what_happens():
         "aten.bernoulli_",
         "aten.multinomial",
     } <= sweep.drawing
-    assert sweep.checked >= UNDECLARED_VIEWS - {"aten.unsafe_split_with_sizes"}
+    views = {base for base in UNDECLARED_VIEWS if base.startswith("aten.")}
+    assert sweep.checked >= views - {"aten.unsafe_split_with_sizes"}
 
 
 def test_the_sweep_sees_what_the_tables_do_not_tell(monkeypatch, request):
