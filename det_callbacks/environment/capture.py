@@ -17,7 +17,6 @@ import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.metadata import requires
-from operator import itemgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -147,12 +146,6 @@ def capture_environment(
         (name, value, name not in enforced, name not in _IDLE_FACTS)
         for name, value in _machine_facts(lightning)
     ]
-    known = {name for name, *_ in facts}
-    facts += [
-        (f"{PACKAGE}{name}", version, True, acts)
-        for name, version, acts in _packages()
-        if f"{name}.version" not in known
-    ]
     facts += [(name, value, False, not _is_idle(name)) for name, value in _own_choices()]
     facts += [(name, value, False, False) for name, value in code_state().items()]
     flat = dict(_flatten("", choices or {}))
@@ -167,11 +160,23 @@ def capture_environment(
             name.startswith(CONFIGURATION) and _last_part(name, value) in became
         )
         facts.append((name, value, False, acts))
-    return {
+    entries = {
         without_surrogates(name): EnvironmentEntry(
             value=_as_text(value), is_machine=is_machine, changes_bits=changes_bits
         )
-        for name, value, is_machine, changes_bits in sorted(facts, key=itemgetter(0))
+        for name, value, is_machine, changes_bits in facts
+    }
+    return dict(sorted({**entries, **packages_since(entries)}.items()))
+
+
+def packages_since(environment: Environment) -> Environment:
+    """Return the entries of the imported packages that an environment lacks: a program may import
+    some of them in the middle of its run.
+    """
+    return {
+        f"{PACKAGE}{name}": EnvironmentEntry(value=version, is_machine=True, changes_bits=acts)
+        for name, version, acts in _packages()
+        if environment.keys().isdisjoint((f"{PACKAGE}{name}", f"{name}.version"))
     }
 
 

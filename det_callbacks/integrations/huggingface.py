@@ -86,6 +86,11 @@ class _TrainerRun(TrainingRun):
             raise SelectionError(
                 "log_metrics is for Lightning's Trainer: omit it, and log the verdict yourself."
             )
+        if "stages" in arguments:
+            raise SelectionError(
+                "stages is for Lightning's Trainer: omit it, and record an evaluation with "
+                "TrainingRun."
+            )
         # model and optimizer exist only when the Trainer trains
         FollowedRun.__init__(self, reference, resume="plain", **arguments)
         self._of_trainer = ReplacedMethods()
@@ -206,8 +211,8 @@ class DeterminismCallback(TrainerCallback):
 
     Args:
         reference: as for Lightning's ``DeterminismCallback``. New folders go below ``output_dir``.
-        arguments: as for Lightning's ``DeterminismCallback``, except ``log_metrics``; ``resume``
-            can only be "plain".
+        arguments: as for Lightning's ``DeterminismCallback``, except ``log_metrics`` and
+            ``stages``; ``resume`` can only be "plain".
 
     Attributes:
         verdict: the Verdict of a verification, or None before its end.

@@ -138,7 +138,8 @@ class TrainingRun(FollowedRun):
         model: holds every trained parameter; names are relative to it. Put several models into an
             ``nn.ModuleDict``. It may be compiled, or wrapped by ``DistributedDataParallel``.
         optimizers: one or several: all that step in the loop; () for an evaluation.
-        arguments: as for ``DeterminismCallback``, except ``resume`` and ``log_metrics``.
+        arguments: as for ``DeterminismCallback``, except ``resume``, ``log_metrics`` and
+            ``stages``.
 
     Attributes:
         verdict: the Verdict of a verification, or None before the end of the block.
@@ -177,10 +178,11 @@ class TrainingRun(FollowedRun):
         optimizers: Optimizer | Sequence[Optimizer] = (),
         **arguments: Any,
     ) -> None:
-        if trainers := sorted({"resume", "log_metrics"} & arguments.keys()):
+        if trainers := sorted({"resume", "log_metrics", "stages"} & arguments.keys()):
             raise SelectionError(
                 f"TrainingRun has no argument {trainers[0]}, which is for Lightning's Trainer: use "
-                "resume_from(step), and log the verdict yourself."
+                "resume_from(step), log the verdict yourself, and record a test as a block of its "
+                "own."
             )
         self._model = model
         one_or_several: Any = optimizers

@@ -183,6 +183,14 @@ def no_metrics_text(call: str, *, reference: Path | None) -> str:
     return f"{call} logged no metric, {text} {reference}. {todo}"
 
 
+def no_batch_text(call: str, *, reference: Path | None) -> str:
+    """Return the error of a ``trainer.predict`` or the like without a batch."""
+    return (
+        f"{call} ran no batch, so nothing was recorded in, or compared with, {reference}. Check "
+        "that the loader returns batches."
+    )
+
+
 def _compared(verdict: Verdict, level: str) -> str:
     counts, coverage = verdict.counts, verdict.coverage
     metrics = [count(coverage.metrics, "metric")] if coverage.metrics else []

@@ -42,6 +42,7 @@ from det_callbacks.runs.lock import (
 )
 from det_callbacks.runs.manifest import (
     Attempt,
+    Environment,
     EnvironmentEntry,
     Manifest,
     Purpose,
@@ -320,9 +321,11 @@ class RunWriter:
     def note(self, name: str, value: Any) -> None:
         """Put a fact that is known only when a fit ends into the environment in run.json."""
         entry = EnvironmentEntry(value=value, is_machine=False, changes_bits=False)
-        self.manifest = replace(
-            self.manifest, environment={**self.manifest.environment, name: entry}
-        )
+        self.add_environment({name: entry})
+
+    def add_environment(self, entries: Environment) -> None:
+        """Put entries into the environment in run.json."""
+        self.manifest = replace(self.manifest, environment={**self.manifest.environment, **entries})
         self._write_manifest()
 
     def reopen(self, manifest: Mapping[str, Any]) -> None:

@@ -26,6 +26,7 @@ Mode = Literal["record", "verify", "audit", "disabled"]
 OnDivergence = Literal["raise", "collect", "warn"]
 Steps = Literal["all", "common"]
 Resume = Literal["exact", "plain"]
+Stage = Literal["fit", "validate", "test", "predict"]
 
 
 class RunArguments:
@@ -56,6 +57,7 @@ class RunArguments:
         audit_replicas_every_n_steps: int = 0,
         overwrite: bool = False,
         log_metrics: bool = True,
+        stages: Sequence[Stage] = ("fit",),
     ) -> None:
         super().__init__()
         if REPLACES_OWN in os.environ and settings is None and not self.is_of_command:
@@ -73,6 +75,11 @@ class RunArguments:
         for name, flag in (("overwrite", overwrite), ("log_metrics", log_metrics)):
             if not isinstance(flag, bool):
                 raise SelectionError(f"{name} must be True or False; got {flag!r}.")
+        if isinstance(stages, str) or not stages:
+            raise SelectionError(f"stages must be a list such as ['fit', 'test']; got {stages!r}.")
+        for stage in stages:
+            require_one_of("stages", stage, Stage)
+        self.stages: tuple[Stage, ...] = tuple(stages)
         require_integer("audit_replicas_every_n_steps", audit_replicas_every_n_steps, 0)
         may_lack = mode in ("audit", "disabled")
         for name, path, is_optional in (
@@ -140,6 +147,8 @@ class RunArguments:
                 "An audit runs every op of its steps and keeps no tensors; omit "
                 f"{', '.join(sorted(self.asked.keys() - {'only_steps'}))}."
             )
+        if self.mode == "audit" and self.stages != ("fit",):
+            raise SelectionError("An audit runs the ops of a fit again; omit stages.")
         if self.mode == "audit" and self.reference is not None:
             raise SelectionError(
                 f"An audit needs no reference: pass None instead of {str(self.reference)!r}."

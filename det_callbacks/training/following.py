@@ -22,7 +22,7 @@ from det_callbacks.trace.nondeterministic_ops import NondeterministicOps, Nondet
 from det_callbacks.training.arguments import RunArguments, manifest_of
 from det_callbacks.training.auditing import Auditing, Replicas
 from det_callbacks.training.recording import Recording, note_fit
-from det_callbacks.training.session import Session, Steps
+from det_callbacks.training.session import FIT, Session, Steps
 from det_callbacks.training.training import Training
 from det_callbacks.training.verifying import Verifying
 from det_callbacks.verdict import Verdict
@@ -96,11 +96,11 @@ class FollowedRun(RunArguments):
         if self.mode == "record" and self.replay and self.reference is not None:
             require_room(self.reference, self.tensor_budget_mib)
 
-    def _begin_fit(self, *, is_resumed: bool) -> None:
+    def _begin_fit(self, *, is_resumed: bool, stage: str = FIT) -> None:
         self.selection.check_modules([name for name, _ in modules_in(self._training.module)])
         for line in newer_than_tested(self._training.framework) if not self._training.rank else ():
             self._training.print_line(f"det_callbacks: {line}")
-        self._begin(is_resumed=is_resumed)
+        self._begin(is_resumed=is_resumed, stage=stage)
 
     @hidden
     def _begin(self, **options: Any) -> None:

@@ -174,9 +174,9 @@ class Recording(TracedSession):
         self._recorder = ""  # words about the native recorder, if it recorded
 
     @override
-    def begin(self, *, is_resumed: bool = False, call: str | None = None) -> None:
-        has_fit = FIT in self.stages  # an earlier one: the next line adds this stage
-        super().begin(is_resumed=is_resumed, call=call)
+    def begin(self, *, is_resumed: bool = False, call: str | None = None, stage: str = FIT) -> None:
+        has_segment = self.num_segments > 0  # an earlier one: the next line adds this stage
+        super().begin(is_resumed=is_resumed, call=call, stage=stage)
         self._num_before_call = self._num_metrics
         # if steps are selected, the first recorded one may come later
         self._is_resuming = is_resumed and self.arguments.selection.is_every_step
@@ -184,7 +184,7 @@ class Recording(TracedSession):
             self._open_run(continues=is_resumed and not self.arguments.overwrite)
         elif call is None:
             self.detector = None
-            if has_fit:
+            if has_segment:
                 self.run.start_segment()
             else:
                 self.run.reopen(self.manifest)
@@ -277,6 +277,7 @@ class Recording(TracedSession):
                 path=self.path, selected=selected, is_resumed=self.is_resumed
             )
             raise NothingComparedError(text)
+        self.add_packages()
         self._note_recorder()
         self._complete()
         kept = [rank.kept for rank in ranks if rank.kept is not None]
@@ -317,7 +318,7 @@ class Recording(TracedSession):
         before, now = self.peers.broadcast(
             lambda: [self._num_before_call, self._num_metrics], task=END_OF_FIT
         )
-        if FIT not in self.stages:
+        if not self.num_segments:
             if now:
                 self._complete()
             else:
@@ -404,7 +405,7 @@ class Recording(TracedSession):
     @override
     def stop(self, reason: str) -> None:
         self._end_comparison()
-        if self.call is not None and FIT in self.stages:
+        if self.call is not None and self.num_segments:
             self.print_line(
                 f"det_callbacks: {self.call} was stopped by {reason}, so {self.path} records "
                 "nothing of it"
@@ -418,6 +419,7 @@ class Recording(TracedSession):
             left = "is unchanged" if (self.path / MANIFEST).exists() else "holds no run"
             when = f"before its first new step: {self.path} {left}"
         else:
+            self.add_packages()
             if self.num_steps:
                 self._note_recorder()
             self.run.close(complete=False)

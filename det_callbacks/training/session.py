@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from det_callbacks.audit.result import AuditReport
 from det_callbacks.digest.unobserved import hidden
+from det_callbacks.environment.capture import packages_since
 from det_callbacks.environment.variables import CAPTURE, FILL_MEMORY, PERTURB
 from det_callbacks.errors import TraceError
 from det_callbacks.findings.table import ignored_findings
@@ -18,7 +19,7 @@ from det_callbacks.observers.observations import REGISTRY, Observations
 from det_callbacks.runs.evidence import AFTER_BACKWARD, AFTER_FORWARD, BATCH_END
 from det_callbacks.runs.lock import ALONE, Peers
 from det_callbacks.runs.manifest import Manifest
-from det_callbacks.runs.metrics import Reading
+from det_callbacks.runs.metrics import CALLS, Reading
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import Expectation, StepTrace
 from det_callbacks.tensors.calls import CallCapture
@@ -126,30 +127,41 @@ class Session(Steps):
         self.peers = peers
         self.reader = GeneratorReader()
         self.is_over = arguments is None  # whether its files were removed
-        self.stages: list[str] = []  # completed fits and calls outside fits
+        self.stages: list[str] = []  # recorded stages such as "fit", and calls outside of them
 
     def prepare(self) -> Selection:
         """Check the arguments before a fit, and return the selection."""
         ignored_findings()  # raises for an unknown word
         return self.arguments.selection
 
-    def begin(self, *, is_resumed: bool = False, call: str | None = None) -> None:
+    def begin(self, *, is_resumed: bool = False, call: str | None = None, stage: str = FIT) -> None:
+        """Begin a call that logs metrics, or without ``call`` a stage whose steps are recorded."""
         self.is_resumed, self.call = is_resumed, call
         self.reader = GeneratorReader()
         if call is None:
-            self.stages.append(FIT)
+            self.stages.append(stage)
         else:
             self.reader.begin()
 
     def num_calls(self, call: str) -> int:
-        last_fit = max((at for at, stage in enumerate(self.stages) if stage == FIT), default=-1)
-        return self.stages[last_fit + 1 :].count(call)
+        last = max((at for at, stage in enumerate(self.stages) if stage not in CALLS), default=-1)
+        return self.stages[last + 1 :].count(call)
+
+    @property
+    def num_segments(self) -> int:
+        """Fits, and other stages whose steps are recorded, that have begun."""
+        return sum(stage not in CALLS for stage in self.stages)
 
     def clear_results(self) -> None:
         """Remove the results of an earlier verification or audit, before anything can fail."""
 
     def follow(self, training: Training, ops: NondeterministicOps | None) -> None:
         """Begin to follow a run, before the setup of its data."""
+
+    def add_packages(self) -> None:
+        """Put what the program imported since the run began into the run's environment."""
+        if packages := packages_since(self.run.manifest.environment):
+            self.run.add_environment(packages)
 
     def put_metrics(self, reading: Reading) -> bool:
         """Record or compare what was logged; return whether to stop."""

@@ -84,8 +84,8 @@ class Verifying(TracedSession):
         return self._reference.manifest.selection
 
     @override
-    def begin(self, *, is_resumed: bool = False, call: str | None = None) -> None:
-        super().begin(is_resumed=is_resumed, call=call)
+    def begin(self, *, is_resumed: bool = False, call: str | None = None, stage: str = FIT) -> None:
+        super().begin(is_resumed=is_resumed, call=call, stage=stage)
         stop_waiting(self)
         self.verdict, was_open = None, self.run is not None
         if not was_open:
@@ -104,7 +104,7 @@ class Verifying(TracedSession):
         if call is not None:
             self.run.withdraw_verdict()
             return
-        segment = self.stages.count(FIT) - 1
+        segment = self.num_segments - 1
         if was_open and not segment:
             self.run.reopen(self.manifest)
         stream = stream_path(self.run.current, self.peers.rank, 0, segment)
@@ -156,6 +156,7 @@ class Verifying(TracedSession):
     def end(self, *, is_early: bool = False) -> None:
         run, selection = self.run, self.arguments.selection
         run.tally.replayed = self.replay.to_dict()
+        self.add_packages()
         if self.call is None and not is_early:
             if self.is_resumed and not (run.fit.compared or run.fit.extra):
                 run.close(complete=False)
@@ -164,7 +165,8 @@ class Verifying(TracedSession):
                     f"{self.path}. Verify from an earlier checkpoint, or from the start."
                 )
             run.end_fit()
-        missing = [FIT] * (run.num_segments - self.stages.count(FIT))
+        unknown = FIT if self.arguments.stages == (FIT,) else "another stage"
+        missing = [unknown] * (run.num_segments - self.num_segments)
         missing += self.peers.gather(lambda: [*run.metrics.pending_calls], task=END_OF_FIT)[0]
         is_pending = bool(missing) and not is_early and self.arguments.steps == "all"
         verdict = run.finish(is_pending=is_pending, is_early=is_early)
@@ -217,6 +219,7 @@ class Verifying(TracedSession):
 
     @override
     def stop(self, reason: str) -> None:
+        self.add_packages()
         verdict = self.verdict = self.run.stop(reason)
         found, num_steps = "no verdict", count(self.run.tally.num_steps, "step")
         if verdict is not None:

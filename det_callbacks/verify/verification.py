@@ -33,7 +33,7 @@ from det_callbacks.errors import NotComparableError, RankError, SelectionError
 from det_callbacks.runs.evidence import OF_BATCH, EvidenceRow, NondeterministicOp
 from det_callbacks.runs.files import replace_atomically, writing
 from det_callbacks.runs.lock import ALONE, END_OF_FIT, Peers
-from det_callbacks.runs.manifest import Manifest, compare_environments
+from det_callbacks.runs.manifest import Environment, Manifest, compare_environments
 from det_callbacks.runs.metrics import Reading, Readings, read_metrics
 from det_callbacks.runs.program import AT_END, IDLE, StepView
 from det_callbacks.runs.steps import Expectation, StepTrace
@@ -179,6 +179,10 @@ class Verification:
     def note(self, name: str, value: Any) -> None:
         """Put a fact into run.json of the current run, as ``RunWriter.note`` does."""
         self._writer.note(name, value)
+
+    def add_environment(self, entries: Environment) -> None:
+        """Put entries into run.json of the current run, as ``RunWriter.add_environment`` does."""
+        self._writer.add_environment(entries)
 
     def discard(self) -> None:
         """Remove the current run, which has no step."""

@@ -1,7 +1,9 @@
 """TrainingRun: loops of one's own are recorded and verified, and misuse says what to do."""
 
+import sys
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,33 @@ def reference(tmp_path_factory: Any) -> Path:
 
 def other_factor(loop: Loop, step: int, *, at: int = 2) -> None:
     loop.model.factor = 1.5 if step == at else 1.0  # type: ignore[assignment]
+
+
+def test_a_package_that_a_step_imports_is_in_the_environment(tmp_path, monkeypatch):
+    def late(loop: Loop, step: int) -> None:
+        import_module("late_kernels")
+
+    def run_with(version: str, **options: Any) -> TrainingRun:
+        folder = tmp_path / version / "site-packages"
+        (folder / "late_kernels").mkdir(parents=True)
+        (folder / "late_kernels" / "__init__.py").write_text(
+            f"import torch\n__version__ = {version!r}\n"
+        )
+        with monkeypatch.context() as patched:
+            patched.syspath_prepend(folder)
+            patched.delitem(sys.modules, "late_kernels", raising=False)
+            return train(Loop, plant=late, **options)[1]
+
+    run_with("1.0", reference=tmp_path / "run", mode="record")
+    entry = Run.open(tmp_path / "run").manifest.environment["package.late_kernels"]
+    assert (entry.value, entry.is_machine, entry.changes_bits) == ("1.0", True, True)
+    run = run_with("2.0", reference=tmp_path / "run", current=tmp_path / "other")
+    (difference,) = run.verdict.environment
+    assert (difference.name, difference.reference, difference.current) == (
+        "package.late_kernels",
+        "1.0",
+        "2.0",
+    )
 
 
 @pytest.mark.parametrize("level", ["op", "module", "state"])

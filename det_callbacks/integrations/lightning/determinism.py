@@ -23,7 +23,7 @@ from det_callbacks.integrations.lightning.logged import (
     ProgressReporter,
     print_beside_bar,
 )
-from det_callbacks.integrations.lightning.trainer import LightningTraining
+from det_callbacks.integrations.lightning.trainer import LightningEvaluation, LightningTraining
 from det_callbacks.internals.lightning import (
     RESTORE,
     checkpoint_connector,
@@ -32,7 +32,7 @@ from det_callbacks.internals.lightning import (
     require,
 )
 from det_callbacks.internals.replaced import ReplacedMethods
-from det_callbacks.report.closing_lines import no_metrics_text
+from det_callbacks.report.closing_lines import no_batch_text, no_metrics_text
 from det_callbacks.training.following import FollowedRun
 
 
@@ -79,6 +79,9 @@ class DeterminismCallback(FollowedRun, pl.Callback):
             means never.
         overwrite: replace a recorded run once the process has ended well, or opens the folder.
         log_metrics: log ``determinism/*`` metrics, and show a status in the progress bar.
+        stages: calls of the Trainer that are recorded step by step: some of "fit", "validate",
+            "test" and "predict". Beside fits, the metrics of a ``validate`` or ``test`` that is
+            left out are recorded.
 
     Attributes:
         verdict: the Verdict of a verification, or of a resumed recording that differs from its run.
@@ -127,7 +130,8 @@ class DeterminismCallback(FollowedRun, pl.Callback):
         self._checkpoints: CheckpointWatch | None = None
         self._num_before = 0  # steps of the reference before the first one of a resumed fit
         self._replaced = ReplacedMethods()
-        self._call: str | None = None
+        self._call: str | None = None  # of which only the metrics are compared
+        self._evaluation: str | None = None  # "validate" or the like, of which each batch is a step
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the arguments and the verdict, without the files of a fit."""
@@ -151,9 +155,16 @@ class DeterminismCallback(FollowedRun, pl.Callback):
         if self._checkpoints is not None:
             self._checkpoints.close()
         self._checkpoints = CheckpointWatch(trainer, self.resume, self._group)
-        self._call = None if self.mode == "audit" else CALLS.get(TrainerFn(stage))
-        is_compared = stage == TrainerFn.FITTING or self._call is not None
-        self._open_stage(LightningTraining(trainer, self), is_compared=is_compared)
+        call = TrainerFn(stage)
+        is_recorded = call in self.stages
+        training = LightningTraining(trainer, self)
+        self._call = self._evaluation = None
+        if call != TrainerFn.FITTING and is_recorded:
+            training = LightningEvaluation(trainer, self, call.value)
+            self._evaluation = call.value
+        elif self.mode != "audit" and TrainerFn.FITTING in self.stages:
+            self._call = CALLS.get(call)
+        self._open_stage(training, is_compared=is_recorded or self._call is not None)
 
     @override
     def _prepare(self) -> None:
@@ -174,7 +185,7 @@ class DeterminismCallback(FollowedRun, pl.Callback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        if self.mode == "disabled":
+        if self.mode == "disabled" or TrainerFn.FITTING not in self.stages:
             return
 
         def restore_and_begin(restore: Callable[..., None], *args: Any) -> None:
@@ -289,6 +300,11 @@ class DeterminismCallback(FollowedRun, pl.Callback):
         self._watch_ops(is_on=True)
         if self._call is not None and not self._is_open:
             self._begin(call=self._call)
+        if self._evaluation is not None and not self._is_open:
+            self._begin_fit(is_resumed=False, stage=self._evaluation)
+            self._follow()
+            self._hooks.attach(self._training)
+            self._step = -1
 
     @override
     def on_validation_batch_start(
@@ -296,6 +312,17 @@ class DeterminismCallback(FollowedRun, pl.Callback):
     ) -> None:
         if self._is_open:
             self._logged.note_batch(trainer, batch, *place)
+        if self._evaluation is not None:
+            step = self._step + 1
+            self._logged.begin_evaluation_step(step)
+            self._begin_step(step, batch)
+
+    @override
+    def on_validation_batch_end(
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, *_: Any, **__: Any
+    ) -> None:
+        if self._evaluation is not None and self._is_open:
+            self._end_step(trainer.current_epoch, outputs)
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
@@ -304,6 +331,8 @@ class DeterminismCallback(FollowedRun, pl.Callback):
             self._hooks.mark("after validation")
         if trainer.sanity_checking:
             self._logged.first_batches = []  # Lightning discards values logged there
+        elif self._evaluation is not None and self._is_open:
+            self._end_evaluation(trainer, self._evaluation)
         elif self._call is not None and self._is_open:
             self._end_call(trainer, self._call)
         elif self._is_fitting and not self._logged.is_resuming:
@@ -321,14 +350,21 @@ class DeterminismCallback(FollowedRun, pl.Callback):
         self._call = None
         self._end()
 
+    def _end_evaluation(self, trainer: pl.Trainer, stage: str) -> None:
+        self._evaluation, call = None, f"trainer.{stage}"
+        if call in CALLS.values():  # a prediction logs nothing
+            differs = self._logged.read(trainer, call, 0, epoch=trainer.current_epoch)
+            self._stop_together(differs=differs)
+        self._end()
+
     on_test_start, on_test_batch_start = on_validation_start, on_validation_batch_start
-    on_test_end = on_validation_end
-    # predictions log no metrics
-    on_predict_start, on_predict_end = on_validation_start, on_validation_end
+    on_test_batch_end, on_test_end = on_validation_batch_end, on_validation_end
+    on_predict_start, on_predict_batch_start = on_validation_start, on_validation_batch_start
+    on_predict_batch_end, on_predict_end = on_validation_batch_end, on_validation_end
 
     @property
     def _is_fitting(self) -> bool:
-        return self._is_open and self._call is None
+        return self._is_open and self._call is None and self._evaluation is None
 
     @override
     def on_train_end(self, *_: Any, **__: Any) -> None:
@@ -358,7 +394,7 @@ class DeterminismCallback(FollowedRun, pl.Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        self._call = None
+        self._call = self._evaluation = None
         self._progress.close()
         self._stop(exception)
 
@@ -368,10 +404,13 @@ class DeterminismCallback(FollowedRun, pl.Callback):
             self._end()  # a fit without steps skips on_train_end
         finally:
             self._stage.close()
-        call_without_batch, self._call = self._call, None
-        if call_without_batch is not None:
+        call, evaluation = self._call, self._evaluation
+        self._call = self._evaluation = None
+        if call is not None:
+            raise NothingComparedError(no_metrics_text(call, reference=self.reference))
+        if evaluation is not None:
             raise NothingComparedError(
-                no_metrics_text(call_without_batch, reference=self.reference)
+                no_batch_text(f"trainer.{evaluation}", reference=self.reference)
             )
 
 

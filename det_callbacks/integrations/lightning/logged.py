@@ -75,6 +75,9 @@ class LoggedMetrics:
                 )
             self._put_resumed(trainer, step - 1, is_first=True)
 
+    def begin_evaluation_step(self, step: int) -> None:
+        self.step, self.is_resuming = step, False
+
     def resume(self, trainer: pl.Trainer, step: int) -> None:
         """Begin with a later step of the reference, which may be in the middle of its epoch."""
         self.whole_epoch = None

@@ -41,6 +41,7 @@ from det_callbacks.internals.lightning import (
     model_averager,
     own_class,
     package_of,
+    results,
     validation_data,
 )
 from det_callbacks.internals.replaced import ReplacedMethods, subclass_of
@@ -198,6 +199,8 @@ def _followed(base: Any) -> Any:
 
 
 class LightningTraining(Training):
+    _loader = "train_dataloader"  # the name of its loader
+
     def __init__(self, trainer: pl.Trainer, own: pl.Callback) -> None:
         self.trainer, self._own = trainer, own
         self._replaced = ReplacedMethods()
@@ -205,6 +208,11 @@ class LightningTraining(Training):
         self._of_callbacks = StateOfCallbacks(trainer, own, self.print_line)
         self.rank, self.world_size = trainer.global_rank, trainer.world_size
         self.framework = package_of(trainer)
+
+    @property
+    def _loop(self) -> Any:
+        """The loop that draws the batches."""
+        return self.trainer.fit_loop
 
     @property
     def module(self) -> nn.Module:
@@ -224,13 +232,13 @@ class LightningTraining(Training):
 
     @property
     def loaders(self) -> Mapping[str, Any] | None:
-        """The loaders of the fit loop, which makes them after ``on_fit_start``."""
-        loader = combined_loader(self.trainer.fit_loop)
+        """The loaders of the loop; a fit makes them after ``on_fit_start``."""
+        loader = combined_loader(self._loop)
         if loader is None:
             return None
         inner = loader.flattened
         return {
-            f"train_dataloader{f' {number}' * (len(inner) > 1)}": one
+            f"{self._loader}{f' {number}' * (len(inner) > 1)}": one
             for number, one in enumerate(inner)
         }
 
@@ -250,7 +258,7 @@ class LightningTraining(Training):
     @property
     def num_drawn_ahead(self) -> int:
         """One if the data has no length: the fetcher then loads a batch ahead."""
-        fetcher = data_fetcher(self.trainer.fit_loop)
+        fetcher = data_fetcher(self._loop)
         return len(fetcher.batches) if isinstance(fetcher, either(PrefetchFetcher)) else 0
 
     @property
@@ -304,10 +312,10 @@ class LightningTraining(Training):
     def _load_and_follow(self, follower: LoaderFollower, load: Callable[[], None]) -> None:
         load()
         self._let_go()
-        loaders, loader = self.loaders, combined_loader(self.trainer.fit_loop)
+        loaders, loader = self.loaders, combined_loader(self._loop)
         assert loaders is not None, "they are loaded"
         inner = loader.flattened
-        roots = {"train_dataloader": inner[0] if len(inner) == 1 else inner}
+        roots = {self._loader: inner[0] if len(inner) == 1 else inner}
         held = find_generators(roots, left=either(pl.LightningModule))
         self._let_go = follow(loader, follower)
         follower.begin_loaders(loaders, held, is_in_turn=loader_mode(loader) == "sequential")
@@ -357,6 +365,40 @@ class LightningTraining(Training):
                 "between two averagings, so they cannot be audited. Omit the audit or the "
                 "averaging."
             )
+
+
+class LightningEvaluation(LightningTraining):
+    """The facts about a call of ``validate``, ``test`` or ``predict``, of which each batch is
+    a step.
+    """
+
+    base_phase = "forward"
+    optimizers: Sequence[Optimizer] = ()
+    schedulers: Sequence[tuple[Any, str]] = ()
+    scaler = None
+
+    def __init__(self, trainer: pl.Trainer, own: pl.Callback, stage: str) -> None:
+        super().__init__(trainer, own)
+        self._stage, self._loader = stage, f"{stage}_dataloader"
+
+    @property
+    @override
+    def _loop(self) -> Any:
+        return getattr(self.trainer, f"{self._stage}_loop")
+
+    @override
+    def follow_loaders(self, follower: LoaderFollower) -> None:
+        self._load_and_follow(follower, lambda: None)
+
+    @override
+    def mark_forward(self, mark: Wrap) -> None:
+        pass
+
+    @override
+    def leave_out(self, wrap: Wrap) -> None:
+        logged = results(self.trainer)
+        for name in ("log", "reset") if logged is not None else ():  # predictions log nothing
+            self._replaced.put(logged, name, wrap)
 
 
 def _trainer_choices(trainer: pl.Trainer) -> dict[str, Any]:
