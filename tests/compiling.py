@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config as functorch
+import torch._inductor.config as inductor
 from torch import Tensor, library, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
@@ -27,6 +29,14 @@ COMPILING = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
 """Marks of a module whose tests compile."""
+
+
+@pytest.fixture
+def generates_anew() -> Iterator[None]:
+    """Have inductor generate its code again, which compilers may take from a cache."""
+    with inductor.patch(fx_graph_cache=False), functorch.patch(enable_autograd_cache=False):
+        yield
+
 
 SET_BY_INDUCTOR = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"  # when it loads its first kernel
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from det_callbacks.compare.align import align
 from det_callbacks.compare.differences import StepDifference
+from det_callbacks.compare.eager import eager_pairs
 from det_callbacks.compare.module_names import ModuleNames, modules_of
 from det_callbacks.compare.rounding import Place, Rounding, place_of
 from det_callbacks.digest.host import format_digest
@@ -241,6 +242,10 @@ class _StepNumerics:
         for group in self._fused:
             for paired, positions in zip(self._paired, group, strict=True):
                 paired |= {*positions}
+        self._compiled = eager_pairs(self._views, self._paired)
+        for pair, _ in self._compiled:
+            for paired, position in zip(self._paired, pair, strict=True):
+                paired.add(position)
         # sites with a change -> the op that only one run has, at which the change starts
         self.starts_before: dict[Place, SiteNumerics] = {}
         self.not_compared: Counter[str] = Counter()
@@ -294,9 +299,10 @@ class _StepNumerics:
 
         Several: the first that reads a tensor of both runs, since a mask may have been made long
         before. Copies and casts change no numbers, and different arguments of the row's
-        own op explain its error.
+        own op explain its error. A kernel has fused what comes before its output.
         """
-        if row.divergence is None or row.divergence.kind == "argument":
+        is_kernel = any(row.positions == (pair[:1], pair[1:]) for pair, _ in self._compiled)
+        if row.divergence is None or row.divergence.kind == "argument" or is_kernel:
             return None
         for number in (1, 0):  # the user edits the current run's code
             sites, paired = self._views[number].program.sites, self._paired[number]
@@ -308,6 +314,7 @@ class _StepNumerics:
                 if sites[at].op and at in row_of and at not in paired and at not in between:
                     between.add(at)
                     waiting += sites[at].inputs
+            between = {at for at in between if not sites[at].is_region}  # they are no ops
             candidates = [at for at in sorted(between) if not _COPIES.match(sites[at].op)]
             if not candidates:
                 continue
@@ -335,6 +342,9 @@ class _StepNumerics:
     def _rows(self) -> Iterator[_Row]:
         found = self._difference
         in_groups = [{at for group in self._fused for at in group[side]} for side in (0, 1)]
+        for pair, _ in self._compiled:
+            for known, position in zip(in_groups, pair, strict=True):
+                known.add(position)
         for row, pair in enumerate(found.pairs):
             reference_place, current_place = pair
             is_kept = [at in kept for at, kept in zip(pair, self._kept, strict=True)]
@@ -363,6 +373,19 @@ class _StepNumerics:
                 row for row, pair in enumerate(found.pairs) if pair[of_whole] == group[of_whole][0]
             )
             yield self._compared(found.describe(whole), *group)
+        yield from self._compiled_rows()
+
+    def _compiled_rows(self) -> Iterator[_Row]:
+        """Yield the tensors that compiled code made in one run and eager code in the other."""
+        pairs = self._difference.pairs if self._compiled else ()
+        row_of = [{pair[side]: row for row, pair in enumerate(pairs)} for side in (0, 1)]
+        for positions, compiled in self._compiled:
+            is_kept = [at in kept for at, kept in zip(positions, self._kept, strict=True)]
+            if all(is_kept):
+                shown = self._difference.describe(row_of[compiled][positions[compiled]])
+                yield self._compared(shown, positions[:1], positions[1:])
+            else:
+                self.not_compared["only one run kept it"] += any(is_kept)
 
     def _equal(self, row: int, *, has_bits: bool) -> _Row:
         positions = self._difference.pairs[row]

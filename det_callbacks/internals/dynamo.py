@@ -88,12 +88,27 @@ load_inductor = TORCH.later(
 _cpp_scheduling = TORCH.later("torch._inductor.codegen.cpp.CppScheduling", "likewise")
 _nodes_of = TORCH.later("torch._inductor.utils.aggregate_origins", "likewise")
 _compiling = TORCH.later("torch._inductor.virtualized.V", "likewise, by the generated module")
+MAKES_MODULE = "compile_to_module"
+_lowering = TORCH.later("torch._inductor.graph.GraphLowering", "likewise")
+_makes_module = TORCH.later(
+    f"torch._inductor.graph.GraphLowering.{MAKES_MODULE}",
+    "which node of its graph each buffer holds",
+)
+node_of_buffer = TORCH.of_instance("torch._inductor.ir.Buffer.get_origin_node", "likewise")
 key_of_lowered = TORCH.of_instance("torch._inductor.graph.GraphLowering.cache_key", "likewise")
 
 
 def cpp_scheduling() -> Any:
     """Return the class of inductor that generates C++ kernels, None if it was not imported."""
     return None if "torch._inductor.codegen.cpp" not in sys.modules else _cpp_scheduling()
+
+
+def lowering() -> Any:
+    """Return the class of inductor that generates modules, None if it was not imported."""
+    if "torch._inductor.graph" not in sys.modules:
+        return None
+    _makes_module()  # raises if it is missing
+    return _lowering()
 
 
 def generated_modules(graph: Any) -> list[ModuleType]:

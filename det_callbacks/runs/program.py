@@ -161,6 +161,12 @@ class Site(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     inputs: tuple[int, ...] = ()  # positions of the sites that this site read, ascending
     recomputed: bool = False  # repeated by activation checkpointing
     source: tuple[str, ...] = ()  # the user's lines, innermost first
+    # of compiled code, if known: eager code gets this tensor from the call number ``eager_call`` of
+    # the ``eager_calls`` of an op in a line that the region computes; "" for the region's own line
+    eager_op: str = ""
+    eager_line: str = ""
+    eager_call: int = 0
+    eager_calls: int = 0
 
     @property
     def name(self) -> str | None:
@@ -208,8 +214,8 @@ class Site(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class SiteRow:
     """A site without its position, inputs and occurrence, which the program adds.
 
-    ``kind`` is a 64-bit digest of the row without its source lines (JSON, UTF-8);
-    ``id`` includes the source lines.
+    ``kind`` is a 64-bit digest of the row without its source lines and its eager op (JSON, UTF-8);
+    ``id`` includes them.
     """
 
     site: Site
@@ -232,8 +238,11 @@ class SiteRow:
             site.part,
         ]
         kind = to_json([*place, site.arguments, site.varying, site.recomputed])
-        with_source = kind.removesuffix(b"]") + b"," + to_json(source) + b"]"
-        return cls(site, digest_bytes(kind), digest_bytes(with_source))
+        known: list[Any] = [source]
+        if site.eager_op:
+            known += [site.eager_op, site.eager_line, site.eager_call, site.eager_calls]
+        with_known = kind.removesuffix(b"]") + b"," + to_json(known)[1:]
+        return cls(site, digest_bytes(kind), digest_bytes(with_known))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,6 +54,8 @@ SITE_SCHEMA = pa.schema(
         **dict.fromkeys(("role", "subject", "of", "part", "arguments"), pa.string()),
         "varying": pa.list_(pa.string()),
         **{"recomputed": pa.bool_(), "source": pa.list_(pa.string())},
+        **{"eager_op": pa.string(), "eager_line": pa.string()},
+        **{"eager_call": pa.int32(), "eager_calls": pa.int32()},
     }
 )
 LAYOUT_SCHEMA = pa.schema(

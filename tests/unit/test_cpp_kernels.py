@@ -4,15 +4,13 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch._functorch.config as functorch
-import torch._inductor.config as inductor
-from compiling import COMPILING, difference, ends
+from compiling import COMPILING, difference, ends, generates_anew
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn import functional
@@ -21,14 +19,8 @@ from tracing import traced
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.trace.hash_mode import HashMode
 
-pytestmark = [*COMPILING, pytest.mark.slow]
-
-
-@pytest.fixture(autouse=True)
-def generates_anew() -> Iterator[None]:
-    """Have inductor generate its code again, which compilers may take from a cache."""
-    with inductor.patch(fx_graph_cache=False), functorch.patch(enable_autograd_cache=False):
-        yield
+pytestmark = [*COMPILING, pytest.mark.slow, pytest.mark.usefixtures("generates_anew")]
+assert generates_anew
 
 
 class Block(nn.Module):

@@ -8,20 +8,25 @@ everything is as inductor left it.
 
 import ast
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
+from operator import getitem
 from pathlib import Path
 from sys import _getframe
 from threading import RLock, get_ident
 from types import FrameType, ModuleType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, fx
 
 from det_callbacks.internals.dynamo import (
+    generated_modules,
     key_of_lowered,
+    module_key,
+    node_of_buffer,
     nodes_of_kernel,
     triton_arguments,
     written_by_triton,
@@ -33,6 +38,8 @@ from det_callbacks.trace.source import line_of_trace
 
 _CPP, _TRITON = "cpp_pybinding", "triton"  # the functions that compile a kernel
 _ALLOCATES = "empty_strided_"
+# what a node of inductor's graph was before decompositions: the op, and nodes of Dynamo's graph
+ORIGINAL_OP, FROM_NODE = "original_aten", "from_node"
 _NOTE = re.compile(
     r"\s*# (?:Topologically Sorted|Unsorted) Source Nodes: \[(.*?)\], Original ATen: \[(.*?)\]"
 )
@@ -69,6 +76,8 @@ class GeneratedCode:
         first_writes: by line of a call, the arguments whose memory holds nothing yet that the call
             may read, although another buffer may have used it before.
         notes: comments by line, of the kernel's definition or of a call.
+        buffers: by line of a call, the buffers that a kernel is given ("" for other arguments), or
+            the one that another op makes.
         lines: by kernel, the line of its definition.
     """
 
@@ -78,6 +87,7 @@ class GeneratedCode:
     kernels: dict[str, Kernel] = field(default_factory=dict)
     first_writes: dict[int, frozenset[int]] = field(default_factory=dict)
     notes: dict[int, Note] = field(default_factory=dict)
+    buffers: dict[int, tuple[str, ...]] = field(default_factory=dict)
     lines: dict[str, int] = field(default_factory=dict)
 
     def kernel(self, name: str, compiled: Any) -> Kernel:
@@ -114,6 +124,7 @@ def read_code(key: str, text: str) -> GeneratedCode:
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef):
             code.first_writes.update(_first_writes(function, code.compiled_by))
+            code.buffers.update(_buffers(function, code.compiled_by))
     return code
 
 
@@ -197,6 +208,21 @@ def _first_writes(
                 unwritten.difference_update(given, (_buffer(keyword.value) for keyword in keywords))
 
 
+def _buffers(
+    function: ast.FunctionDef, kernels: Mapping[str, str]
+) -> Iterator[tuple[int, tuple[str, ...]]]:
+    for node in ast.walk(function):
+        match node:
+            case ast.Expr(value=ast.Call(args=args) as call) if _called(call) in kernels:
+                yield node.lineno, tuple(map(_buffer, args))
+            case ast.Expr(value=ast.Call(keywords=keywords)):
+                outs = [_buffer(keyword.value) for keyword in keywords if keyword.arg == "out"]
+                if outs:
+                    yield node.lineno, tuple(outs)
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call()):
+                yield node.lineno, (name,)
+
+
 def _called(call: ast.Call) -> str:
     """Return the name of a called function, or of the object whose method ``run`` is called."""
     match call.func:
@@ -218,14 +244,26 @@ def _buffer(value: ast.expr) -> str:
     return ""
 
 
+class EagerCall(NamedTuple):
+    """The call of an op in eager code that makes a tensor: number ``call`` of the ``calls`` of this
+    op in this line that a graph computes; the line is "" if only torch's code calls the op.
+    """
+
+    op: str
+    line: str
+    call: int
+    calls: int
+
+
 class KernelNodes:
-    """What the C++ kernels compiled in this process compute; their code does not say so,
-    unlike that of Triton's.
+    """What the kernels compiled in this process compute: the nodes of C++ kernels, whose code does
+    not say so, unlike that of Triton's; and what buffers hold.
 
     Inductor takes other kernels from its caches. For those, nothing is known.
     """
 
     def __init__(self) -> None:
+        self._held: dict[str, dict[str, EagerCall]] = {}
         self._lowered: list[tuple[Any, str, tuple[tuple[str, Traced], ...]]] = []
         self._known: dict[tuple[str, str], tuple[tuple[str, Traced], ...]] = {}
 
@@ -238,6 +276,15 @@ class KernelNodes:
         graph, nodes = nodes_of_kernel(scheduled)
         computing = [node for node in nodes if not _is_view(node.target)] or nodes
         self._lowered.append((graph, kernel, tuple(map(_traced, computing))))
+
+    def note_module(self, graph: Any) -> None:
+        """Note what the buffers of a graph hold, when inductor has generated its module."""
+        self._held[key_of_lowered(graph)] = dict(_eager_calls(graph))
+
+    def held_by(self, key: str, buffers: Sequence[str]) -> list[EagerCall | None]:
+        """Return which call of eager code makes what each buffer holds; None if it is unknown."""
+        held = self._held.get(key, {})
+        return [held.get(name) for name in buffers]
 
     def of(self, key: str, kernel: str, lines: Mapping[str, Traced]) -> list[Traced]:
         """Return the nodes of a kernel of the module with this key; none if they are unknown.
@@ -258,16 +305,59 @@ class KernelNodes:
         ]
 
 
+def _eager_calls(graph: Any) -> Iterator[tuple[str, EagerCall]]:
+    """Yield the buffers of a graph that hold an output of an op of eager code.
+
+    An op may have been decomposed into several nodes. Of those with one shape, the last one is its
+    output.
+    """
+    groups: dict[Hashable, list[fx.Node]] = {}
+    for node in graph.graph.nodes:
+        is_op = node.op == "call_function" and ORIGINAL_OP in node.meta
+        # a backward pass also computes values of the forward pass again
+        if is_op and bool(node.meta.get(FROM_NODE)) != graph.is_backward:
+            groups.setdefault(_call_of(node), []).append(node)
+    places = {
+        group: (str(nodes[0].meta[ORIGINAL_OP]), line_of_trace(nodes[0].stack_trace or ""))
+        for group, nodes in groups.items()
+    }
+    num_calls = Counter(places.values())
+    numbers = Counter[tuple[str, str]]()
+    outputs: dict[fx.Node, EagerCall] = {}
+    for group, nodes in groups.items():
+        place = places[group]
+        last = {shape: node for node in nodes if (shape := _shape_of(node)) is not None}
+        call = EagerCall(*place, call=numbers[place], calls=num_calls[place])
+        outputs.update(dict.fromkeys(last.values(), call))
+        numbers[place] += 1
+    for buffer in graph.buffers:
+        if (made := outputs.get(node_of_buffer(buffer)())) is not None:
+            yield buffer.get_name(), made
+
+
+def _call_of(node: fx.Node) -> Hashable:
+    """Return what is equal for the nodes of one call of an op that was decomposed."""
+    if node.target is getitem and isinstance(made := node.args[0], fx.Node):
+        return _call_of(made)
+    op = str(node.meta[ORIGINAL_OP])
+    return node if str(node.target) == op else (op, node.meta.get("seq_nr"))
+
+
+def _shape_of(node: fx.Node) -> tuple[Any, ...] | None:
+    value = node.meta.get("val")
+    return tuple(value.shape) if isinstance(value, Tensor) else None
+
+
 def _is_view(target: Any) -> bool:
     return make_plan(target).kind is OpKind.VIEW
 
 
 def _traced(node: fx.Node) -> tuple[str, Traced]:
     """Return the name of a node's origin in Dynamo's graph, and the op with its line."""
-    origins = node.meta.get("from_node") or ()
-    op = getattr(
-        node.meta.get("original_aten") or node.target, "__name__", str(node.target)
-    ).partition(".")[0]
+    origins = node.meta.get(FROM_NODE) or ()
+    op = getattr(node.meta.get(ORIGINAL_OP) or node.target, "__name__", str(node.target)).partition(
+        "."
+    )[0]
     return origins[0].name if origins else "", Traced(op, line_of_trace(node.stack_trace or ""))
 
 
@@ -307,6 +397,23 @@ class SeenKernels:
         # by module: how many calls of it run, its names, and by name what was there and ours
         self._replaced: dict[int, tuple[int, dict[str, Any], dict[str, tuple[Any, Any]]]] = {}
         self._codes: dict[str, GeneratedCode] = {}
+        self._compiled: dict[str, ModuleType] = {}  # while we saw it, by key
+
+    def note_module(self, module: ModuleType) -> None:
+        """Keep a module that inductor has just generated: without its caches, it forgets the module
+        and deletes the file.
+        """
+        if "key" in vars(module):  # else it is no module of Python code
+            self._compiled[vars(module)["key"]] = module
+            self.code_of(module)
+
+    def modules_of(self, graph: Any) -> list[ModuleType]:
+        """Return the modules that inductor generated for a compiled graph: one, or one for each set
+        of its constants.
+        """
+        found = generated_modules(graph)
+        kept = self._compiled.get(module_key(graph))
+        return found if found or kept is None else [kept]
 
     def code_of(self, module: ModuleType) -> GeneratedCode:
         """Return what a generated module contains, by its key:

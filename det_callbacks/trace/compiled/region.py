@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,13 @@ from det_callbacks.internals.torch import storage_address
 from det_callbacks.runs.program import MISSES_PARAMETERS, Role, Site, subject_of
 from det_callbacks.trace.call_graph import CallNode, OpScope, rowwise
 from det_callbacks.trace.compiled.graphs import Traced, TracedGraph, fused_source
-from det_callbacks.trace.compiled.kernels import KERNEL_NODES, SEEN_KERNELS, KernelCall, Note
+from det_callbacks.trace.compiled.kernels import (
+    KERNEL_NODES,
+    SEEN_KERNELS,
+    EagerCall,
+    KernelCall,
+    Note,
+)
 from det_callbacks.trace.components import holds_data, parts_with_memory
 from det_callbacks.trace.modules import source_of
 from det_callbacks.trace.places import Places
@@ -23,6 +29,25 @@ from det_callbacks.trace.sites import InputName, arguments_json
 from det_callbacks.trace.step import Step
 
 _Row = tuple[str, int, Role, str | None]  # op, number, role and name
+
+
+class Described(NamedTuple):
+    """What a region knows of an op or a kernel inside it: its lines, and for each output which call
+    of eager code makes it.
+    """
+
+    source: tuple[str, ...]
+    eager: Sequence[EagerCall | None] = ()
+
+    def eager_fields(self, output: int) -> dict[str, Any]:
+        """Return the fields of an output's site."""
+        found = self.eager[output] if output < len(self.eager) else None
+        if found is None:
+            return {}
+        return {f"eager_{name}": value for name, value in found._asdict().items()}
+
+
+Describe = Callable[[], Described]
 
 
 @dataclass(slots=True, eq=False)
@@ -135,7 +160,7 @@ class Region:
         outputs: Sequence[Any],
         reads: InnerReads,
         names: Sequence[str | None],
-        source: Callable[[], tuple[str, ...]] | None = None,
+        describe: Describe,
     ) -> None:
         """Record the outputs of an op or a kernel."""
         step = self.step
@@ -145,7 +170,7 @@ class Region:
         ]
         positions = sorted(set(reads.positions))
         self._step_to(
-            func, "inner", [positions for _ in outputs], [*reads.names, *names], rows, source
+            func, "inner", [positions for _ in outputs], [*reads.names, *names], rows, describe
         )
         first = step.num_sites
         for position, output in enumerate(outputs, start=first):
@@ -206,25 +231,28 @@ class Region:
         if self.graph.is_graphed:
             step.deferred.flush()
 
-    def source_of_kernel(self, call: KernelCall) -> tuple[str, ...]:
-        """Return the lines of the nodes that a kernel computes; none if they are unknown."""
-        lines = self.graph.lines
-        if (note := call.note) is not None:
-            return fused_source(self._noted(note))
-        return fused_source(KERNEL_NODES.of(call.code.key, call.name, lines))
+    def describe_kernel(self, call: KernelCall, written: Sequence[int]) -> Described:
+        """Return the lines of the nodes that a kernel computes, none if they are unknown;
+        ``written`` are indices of its arguments.
+        """
+        key, lines, note = call.code.key, self.graph.lines, call.note
+        nodes = KERNEL_NODES.of(key, call.name, lines) if note is None else self._noted(note)
+        buffers = call.code.buffers.get(call.line, ())
+        held = [buffers[at] if at < len(buffers) else "" for at in written]
+        return Described(fused_source(nodes), KERNEL_NODES.held_by(key, held))
 
-    def source_of_op(self, frame: FrameType | None) -> tuple[str, ...]:
+    def describe_op(self, frame: FrameType | None) -> Described:
         """Return the line of the node that an op computes, or that of the region's call."""
         while frame is not None:
             code = SEEN_KERNELS.code_in(frame)
             if code is not None:
                 note = code.notes.get(frame.f_lineno)
                 # the last one: those before made its inputs, if only by views
-                return (
-                    fused_source(self._noted(note)[-1:] if note is not None else ()) or self.source
-                )
+                source = fused_source(self._noted(note)[-1:] if note is not None else ())
+                held = KERNEL_NODES.held_by(code.key, code.buffers.get(frame.f_lineno, ()))
+                return Described(source or self.source, held)
             frame = frame.f_back
-        return self.source
+        return Described(self.source)
 
     def _noted(self, note: Note) -> list[Traced]:
         """Return the nodes of a comment.
@@ -243,14 +271,17 @@ class Region:
         reads: list[list[int]],
         names: list[InputName],
         rows: Iterable[_Row],
-        source: Callable[[], tuple[str, ...]] | None = None,
+        describe: Describe | None = None,
     ) -> None:
         arguments: dict[str, Any] = {"backend": self.graph.backend}
         if self.places.selection.level != "op":
             arguments[MISSES_PARAMETERS] = True
 
         def build(node: CallNode) -> None:
-            node.source = source() if source is not None else self.source or source_of(self.scope)
+            known = Described(self.source or source_of(self.scope))
+            if describe is not None:
+                known = describe()
+            node.source = known.source
             sites = (
                 Site(
                     phase=self.phase,
@@ -261,6 +292,7 @@ class Region:
                     **subject_of(name, phase=self.phase, role=role),
                     arguments=arguments_json(arguments if role == "graph" else {}),
                     source=node.source,
+                    **known.eager_fields(index),
                 )
                 for op, index, role, name in rows
             )
@@ -278,6 +310,6 @@ class Region:
             consts=[part],
             edges=self.read.row_edges,
         )
-        if source is None:
+        if describe is None:
             self.source = node.source
         self.read.row_edges.clear()

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from det_callbacks.internals.dynamo import ORIGINAL, generated_modules
+from det_callbacks.internals.dynamo import ORIGINAL
 from det_callbacks.internals.torch import next_sequence_number, num_writes
 from det_callbacks.runs.program import REGION
 from det_callbacks.runs.steps import Expectation
@@ -152,7 +152,7 @@ class CompiledRegions:
         region = self._running_regions.get(get_ident())
         if not isinstance(region, Region) or self._places.selection.level != "op":
             return self.run_earlier(call)
-        modules = generated_modules(graph)
+        modules = SEEN_KERNELS.modules_of(graph)
         why = {SEEN_KERNELS.code_of(module).unseen for module in modules} - {""}
         if why or not modules:
             region.unseen |= why or {"no generated module"}
@@ -163,11 +163,8 @@ class CompiledRegions:
 
     def run_kernel(self, region: Region, call: KernelCall) -> Any:
         step, kernel, thread = self.step, call.kernel, get_ident()
-        written = [
-            call.arguments[at]
-            for at in sorted(kernel.writes)
-            if isinstance(call.arguments[at], Tensor)
-        ]
+        places = [at for at in sorted(kernel.writes) if isinstance(call.arguments[at], Tensor)]
+        written = [call.arguments[at] for at in places]
         if not written:
             return call.run()
         phase, scope = region.phase, region.scope
@@ -198,9 +195,8 @@ class CompiledRegions:
                 plan, phase, scope, out, written, call.arguments, {}
             )
             names = [self._name_of_written(phase, value) for value in outputs]
-            region.record_inner(
-                kernel, kernel.op, outputs, reads, names, partial(region.source_of_kernel, call)
-            )
+            describe = partial(region.describe_kernel, call, places)
+            region.record_inner(kernel, kernel.op, outputs, reads, names, describe)
             self._check_inputs(mark, len(outputs), read, reads)
             step.counts.num_digested += 1
         return out
@@ -260,9 +256,8 @@ class CompiledRegions:
             if index < len(out) and isinstance(out[index], Tensor):
                 step.ledger.mark_uninitialised(out[index])
         names = [None] * len(outputs)
-        region.record_inner(
-            func, plan.name, outputs, reads, names, partial(region.source_of_op, sys._getframe(1))
-        )
+        describe = partial(region.describe_op, sys._getframe(1))
+        region.record_inner(func, plan.name, outputs, reads, names, describe)
         if region.sees_kernels and plan.draws_random:
             self._reads.note_draw(step.num_sites - len(outputs))
         self._check_inputs(mark, len(outputs), read, reads)

@@ -15,7 +15,7 @@ from det_callbacks.internals import dynamo
 from det_callbacks.internals.replaced import ReplacedMethods, wrapper_of
 from det_callbacks.internals.torch import CudaGraph
 from det_callbacks.trace.compiled.graphs import TracedGraph, describe_graph
-from det_callbacks.trace.compiled.kernels import KERNEL_NODES
+from det_callbacks.trace.compiled.kernels import KERNEL_NODES, SEEN_KERNELS
 
 
 class ReplacedInTorch(ReplacedMethods):
@@ -32,6 +32,7 @@ class ReplacedInTorch(ReplacedMethods):
             "replay": partial(self._notify, "before_replay"),
             "__call__": self._run_inductor,
             dynamo.COMMENTS_KERNEL: self._generate,
+            dynamo.MAKES_MODULE: self._make_module,
         }
         # the last one of each method, since each step may replace it
         self._wrappers: dict[str, Any] = {}
@@ -55,6 +56,7 @@ class ReplacedInTorch(ReplacedMethods):
         for owner, name in (
             (dynamo.inductor_graph(), "__call__"),
             (dynamo.cpp_scheduling(), dynamo.COMMENTS_KERNEL),
+            (dynamo.lowering(), dynamo.MAKES_MODULE),
         ):
             if owner is not None:
                 self._replace(owner, name)
@@ -123,6 +125,12 @@ class ReplacedInTorch(ReplacedMethods):
         if kernel is not None:
             KERNEL_NODES.note(nodes, kernel)
         return comment(scheduling, nodes, kernel)
+
+    def _make_module(self, make: Callable[..., Any], graph: Any) -> Any:
+        module = make(graph)
+        KERNEL_NODES.note_module(graph)
+        SEEN_KERNELS.note_module(module)
+        return module
 
     def _notify(
         self, before: str, method: Callable[..., Any], graph: Any, *args: Any, **kwargs: Any
