@@ -103,6 +103,9 @@ def _how_it_differs(difference: RowDifference) -> str:
     if divergence.kind in ("missing", "extra"):
         return f"{'ran' if divergence.op else 'is'} only in the {side_of(divergence)}"
     verb = "produced" if divergence.op else "has"
+    if difference.choices is not None:
+        reference, current = difference.choices
+        verb = f"ran with another configuration ({reference} -> {current}) and {verb}"
     return (
         f"{_VERBS.get(difference.site.role, verb) if divergence.kind == 'content' else verb} "
         "different bits"

@@ -76,6 +76,7 @@ class RowDifference:
     # of both steps, where they differ
     layouts: tuple[TensorLayout | None, TensorLayout | None] | None = None
     arguments: ArgumentDifference | None = None
+    choices: tuple[str, str] | None = None  # of a kernel in both steps, where they differ
     shapes_read: tuple[Shapes, Shapes] = ((), ())  # of the tensors that it read, in both steps
 
 
@@ -199,11 +200,22 @@ class StepDifference:
             is_rewired=self._is_rewired(row),
             layouts=layouts,
             arguments=self.arguments.get(row),
+            choices=self._choices(row),
             shapes_read=(
                 self._shapes_read(self.reference, row),
                 self._shapes_read(self.current, row),
             ),
         )
+
+    def _choices(self, row: int) -> tuple[str, str] | None:
+        pair = self.pairs[row]
+        if min(pair) < 0:
+            return None
+        reference, current = (
+            view.program.sites[position].choice
+            for view, position in zip((self.reference, self.current), pair, strict=True)
+        )
+        return None if reference == current else (reference, current)
 
     def _shapes_read(self, view: StepView, row: int) -> Shapes:
         position = self.pairs[row][view is self.current]

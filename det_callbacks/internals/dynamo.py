@@ -80,6 +80,10 @@ written_by_triton = TORCH.of_instance(
     "torch._inductor.runtime.triton_heuristics.CachingAutotuner.mutated_arg_names",
     "the arguments that a Triton kernel writes",
 )
+triton_launchers = TORCH.of_instance(
+    "torch._inductor.runtime.triton_heuristics.CachingAutotuner.launchers",
+    "the configuration that autotuning chose for a Triton kernel",
+)
 COMMENTS_KERNEL = "codegen_comment"
 load_inductor = TORCH.later(
     f"torch._inductor.codegen.cpp.CppScheduling.{COMMENTS_KERNEL}",

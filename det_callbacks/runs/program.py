@@ -167,6 +167,7 @@ class Site(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     eager_line: str = ""
     eager_call: int = 0
     eager_calls: int = 0
+    choice: str = "{}"  # JSON object: the configuration that autotuning chose for a kernel
 
     @property
     def name(self) -> str | None:
@@ -214,8 +215,8 @@ class Site(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class SiteRow:
     """A site without its position, inputs and occurrence, which the program adds.
 
-    ``kind`` is a 64-bit digest of the row without its source lines and its eager op (JSON, UTF-8);
-    ``id`` includes them.
+    ``kind`` is a 64-bit digest of the row without its source lines, and what is known of a kernel
+    (JSON, UTF-8); ``id`` includes them.
     """
 
     site: Site
@@ -239,8 +240,9 @@ class SiteRow:
         ]
         kind = to_json([*place, site.arguments, site.varying, site.recomputed])
         known: list[Any] = [source]
-        if site.eager_op:
-            known += [site.eager_op, site.eager_line, site.eager_call, site.eager_calls]
+        if site.eager_op or site.choice != "{}":
+            eager = [site.eager_op, site.eager_line, site.eager_call, site.eager_calls]
+            known += [*eager, site.choice]
         with_known = kind.removesuffix(b"]") + b"," + to_json(known)[1:]
         return cls(site, digest_bytes(kind), digest_bytes(with_known))
 

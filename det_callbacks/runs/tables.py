@@ -55,7 +55,7 @@ SITE_SCHEMA = pa.schema(
         "varying": pa.list_(pa.string()),
         **{"recomputed": pa.bool_(), "source": pa.list_(pa.string())},
         **{"eager_op": pa.string(), "eager_line": pa.string()},
-        **{"eager_call": pa.int32(), "eager_calls": pa.int32()},
+        **{"eager_call": pa.int32(), "eager_calls": pa.int32(), "choice": pa.string()},
     }
 )
 LAYOUT_SCHEMA = pa.schema(
@@ -147,9 +147,8 @@ def _read_sites(path: Path) -> list[SiteRow]:
         digest_of_ids = digest_bytes(np.array(ids, dtype=np.uint64).tobytes())
         if [row.id for row in rows] != ids or table_name(digest_of_ids) != path.name:
             raise ValueError("its content does not match the id in its name")
-        if not all(
-            isinstance(json.loads(text), dict) for text in {row.site.arguments for row in rows}
-        ):
+        texts = {text for row in rows for text in (row.site.arguments, row.site.choice)}
+        if not all(isinstance(json.loads(text), dict) for text in texts):
             raise ValueError("the arguments of a site are no JSON object")
         return rows
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from compiling import COMPILING, backend_of, difference, ends
 from torch import Tensor
 from tracing import assert_same, traced
 
+from det_callbacks.causes.sentences import describe
 from det_callbacks.runs.program import Site
 from det_callbacks.runs.steps import Expectation, StepTrace
 from det_callbacks.trace.compiled import graphs
@@ -73,9 +74,14 @@ class Autotuner:
         self, compute: Callable[..., None], names: list[str], changed: tuple[str, ...] = ()
     ) -> None:
         self.compute, self.mutated_arg_names = compute, [*changed]
+        self.configure(64)
         self.triton_meta = {
             "signature": {**dict.fromkeys(names, "*fp32"), "xnumel": "i32", "XBLOCK": "constexpr"}
         }
+
+    def configure(self, block: int) -> None:
+        config = SimpleNamespace(kwargs={"XBLOCK": block}, num_warps=4, num_stages=1)
+        self.launchers = [SimpleNamespace(config=config)]
 
     def run(self, *args: Any, stream: int) -> None:
         torch.ones(3).add(1)  # as autotuning does
@@ -238,6 +244,28 @@ def test_an_origin_inside_a_region_is_the_kernel(number, step, kernels):
         found = difference(reference, current)
         assert [found.site(row).op for row in found.starting("here")] == [op]
         assert {found.start(row) for row in found.rows[1:]} == {"read"}
+
+
+def test_the_choice_of_autotuning_is_told_where_the_bits_differ(step, kernels):
+    reference = traced(step)
+    kernel = kernels["triton_poi_fused_cos_1"]
+    kernel.configure(128)
+    current = traced(step)
+    assert current.program.id == reference.program.id
+    assert len(difference(reference, current).rows) == 0
+    compute = kernel.compute
+
+    def rounds_otherwise(x: Tensor, out: Tensor) -> None:
+        compute(x, out)
+        out.mul_(1 + 1e-6)
+
+    kernel.compute = rounds_otherwise
+    found = difference(reference, traced(step))
+    (row,) = found.starting("here")
+    assert (
+        'ran with another configuration ({"XBLOCK":64,"num_warps":4,"num_stages":1} -> '
+        '{"XBLOCK":128,"num_warps":4,"num_stages":1}) and produced different bits'
+    ) in describe(found.at(row))
 
 
 def test_a_kernel_whose_input_something_unseen_wrote_is_no_origin(step, kernels):

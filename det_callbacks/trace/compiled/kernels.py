@@ -29,6 +29,7 @@ from det_callbacks.internals.dynamo import (
     node_of_buffer,
     nodes_of_kernel,
     triton_arguments,
+    triton_launchers,
     written_by_triton,
 )
 from det_callbacks.runs.program import KERNEL
@@ -371,6 +372,18 @@ class KernelCall:
     run: Callable[[], Any]
     arguments: tuple[Any, ...]
     line: int
+    compiled: Any
+
+    @property
+    def choice(self) -> dict[str, Any]:
+        """The configuration that autotuning has chosen, when the kernel has run; empty for C++."""
+        if self.code.compiled_by[self.name] != _TRITON:
+            return {}
+        launchers = triton_launchers(self.compiled)
+        if len(launchers) != 1:
+            return {}
+        config = launchers[0].config
+        return {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
 
     @property
     def note(self) -> Note | None:
@@ -491,7 +504,7 @@ class SeenKernels:
                 return run(*args, **kwargs)
             line = _getframe(1).f_lineno
             return watcher.run_kernel(
-                KernelCall(code, name, kernel, lambda: run(*args, **kwargs), args, line)
+                KernelCall(code, name, kernel, lambda: run(*args, **kwargs), args, line, compiled)
             )
 
         return ours if run is compiled else _Launcher(compiled, ours)

@@ -1,7 +1,7 @@
 """One call of a compiled graph: its rows, and what each of them reads."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NamedTuple
@@ -32,19 +32,21 @@ _Row = tuple[str, int, Role, str | None]  # op, number, role and name
 
 
 class Described(NamedTuple):
-    """What a region knows of an op or a kernel inside it: its lines, and for each output which call
-    of eager code makes it.
+    """What a region knows of its rows: their lines, and for each output which call of eager code
+    makes it.
     """
 
     source: tuple[str, ...]
     eager: Sequence[EagerCall | None] = ()
+    choice: Mapping[str, Any] = {}  # the configuration of a kernel
 
-    def eager_fields(self, output: int) -> dict[str, Any]:
-        """Return the fields of an output's site."""
+    def fields(self, output: int) -> dict[str, Any]:
+        """Return fields of an output's site."""
         found = self.eager[output] if output < len(self.eager) else None
-        if found is None:
-            return {}
-        return {f"eager_{name}": value for name, value in found._asdict().items()}
+        fields: dict[str, Any] = {"source": self.source, "choice": arguments_json(self.choice)}
+        if found is not None:
+            fields |= {f"eager_{name}": value for name, value in found._asdict().items()}
+        return fields
 
 
 Describe = Callable[[], Described]
@@ -239,7 +241,8 @@ class Region:
         nodes = KERNEL_NODES.of(key, call.name, lines) if note is None else self._noted(note)
         buffers = call.code.buffers.get(call.line, ())
         held = [buffers[at] if at < len(buffers) else "" for at in written]
-        return Described(fused_source(nodes), KERNEL_NODES.held_by(key, held))
+        eager = KERNEL_NODES.held_by(key, held)
+        return Described(fused_source(nodes), eager, call.choice)
 
     def describe_op(self, frame: FrameType | None) -> Described:
         """Return the line of the node that an op computes, or that of the region's call."""
@@ -291,8 +294,7 @@ class Region:
                     role=role,
                     **subject_of(name, phase=self.phase, role=role),
                     arguments=arguments_json(arguments if role == "graph" else {}),
-                    source=node.source,
-                    **known.eager_fields(index),
+                    **known.fields(index),
                 )
                 for op, index, role, name in rows
             )
