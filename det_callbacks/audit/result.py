@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from det_callbacks.errors import DetCallbacksError
+from det_callbacks.runs.program import in_module
 from det_callbacks.runs.selection import OpPattern
 
 Judgement = Literal["nondeterministic", "transient"]
@@ -61,14 +62,12 @@ class OpMismatch:
     is_transient: bool
 
     def __str__(self) -> str:
-        module = {"": "in no submodule", "?": "in an unknown module"}.get(
-            self.module, f"in {self.module}"
-        )
+        module = in_module(self.module, self.op)
         place = f" at {self.source[0]}" if self.source else ""
         distance = "" if self.max_ulps is None else f", by up to {self.max_ulps} ULPs"
         third = "; two of three runs agree, so it may be transient" if self.is_transient else ""
         return (
-            f"{self.op} {module}{place} ({self.phase}): {self.num_differing} of "
+            f"{self.op}{module}{place} ({self.phase}): {self.num_differing} of "
             f"{self.num_elements} elements of output {self.output} differ{distance}{third}"
         )
 

@@ -7,7 +7,14 @@ import numpy as np
 from det_callbacks.causes.graph import Graph
 from det_callbacks.compare.differences import RowDifference, Start
 from det_callbacks.runs.evidence import BATCH_START
-from det_callbacks.runs.program import AT_END, PASSED, TensorLayout, describe_tensor, reads_expanded
+from det_callbacks.runs.program import (
+    AT_END,
+    PASSED,
+    TensorLayout,
+    describe_tensor,
+    in_module,
+    reads_expanded,
+)
 from det_callbacks.runs.tables import place_and_function
 from det_callbacks.text import listed
 from det_callbacks.verdict import Divergence, EnvironmentDifference
@@ -138,12 +145,14 @@ def site_text(divergence: Divergence) -> str:
     source = source_text(divergence.source)
     if not divergence.op:
         name, module = divergence.name or "a tensor", divergence.module
-        owner = f" of {_module(module)}" if module and not name.startswith(f"{module}.") else ""
+        module = {"?": "an unknown module"}.get(module, module)
+        owner = f" of {module}" if module and not name.startswith(f"{module}.") else ""
         return f"{name}{owner}{source}"
     output = f", output {divergence.output}," if divergence.output else ""
     name = f" on {divergence.name}" if divergence.name else ""
     number = number_text(divergence.occurrence)
-    return f"{divergence.op}{number}{name} in {_module(divergence.module)}{source}{output}"
+    module = in_module(divergence.module, divergence.op)
+    return f"{divergence.op}{number}{name}{module}{source}{output}"
 
 
 def source_text(lines: Sequence[str]) -> str:
@@ -164,16 +173,12 @@ def side_of(divergence: Divergence) -> str:
     return "reference" if divergence.kind == "missing" else "current run"
 
 
-def _module(module: str) -> str:
-    return {"": "no submodule", "?": "an unknown module"}.get(module, module)
-
-
 def source_name(difference: RowDifference) -> str:
     """Return the name of a tensor that entered a step, or where it was read."""
     divergence = difference.divergence
     if divergence.name is None:
-        where = f"in {_module(divergence.module)}" if divergence.module else "in no submodule"
-        return f"a tensor read {where}{source_text(divergence.source)}"
+        where = in_module(divergence.module, divergence.op)
+        return f"a tensor read{where}{source_text(divergence.source)}"
     is_generator_of_an_op = difference.site.part == PASSED
     line = f" at {divergence.source[0]}" if divergence.source and is_generator_of_an_op else ""
     return f"{divergence.name}{line}"

@@ -1,4 +1,4 @@
-"""Outputs of compiled code beside the op of eager code that makes the same tensor."""
+"""Outputs of compiled code and the op of eager code that makes the same tensor."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence

@@ -7,6 +7,7 @@ from math import ceil, inf, prod
 from det_callbacks.compare.numbers import NonFinite
 from det_callbacks.digest.numbers import epsilon
 from det_callbacks.report.console import Section, Table
+from det_callbacks.runs.program import in_module
 from det_callbacks.text import at_most, count, listed
 from det_callbacks.verdict import Numerics, SiteNumerics
 
@@ -174,11 +175,10 @@ def _where(site: SiteNumerics) -> str:
     line = f" at {site.source[0]}" if site.source else ""
     again = f" #{site.occurrence}" if site.occurrence else ""
     rank = f" of rank {site.rank}" if site.rank else ""
-    place = f"in {site.module}" if site.module else f"of {site.name}" if site.name else ""
-    return (
-        f"{site.op}{again} {place or 'in no submodule'}{line} (step {site.step}{rank}, "
-        f"{site.phase})"
-    )
+    place = in_module(site.module, site.op)
+    if site.name and not site.module:
+        place = f" of {site.name}"
+    return f"{site.op}{again}{place}{line} (step {site.step}{rank}, {site.phase})"
 
 
 def ulps_text(ulp: int | None) -> str:

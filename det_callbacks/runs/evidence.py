@@ -22,6 +22,7 @@ from det_callbacks.runs.files import (
     opened,
     require_at_most,
 )
+from det_callbacks.runs.program import in_module
 from det_callbacks.runs.steps import END_OF_STREAM, has_regular_end, read_metadata
 
 EVIDENCE_SCHEMA = pa.schema(
@@ -120,11 +121,9 @@ class NondeterministicOp:
     @property
     def place(self) -> str:
         """Where it was called, in words."""
-        module = {"": "in no submodule", "?": "in an unknown module"}.get(
-            self.module, f"in {self.module}"
-        )
+        module = in_module(self.module, self.op)
         line = f" at {self.source[0]}" if self.source else ""
-        return f"{self.op} {module}{line} ({self.phase})"
+        return f"{self.op}{module}{line} ({self.phase})"
 
 
 def evidence_path(stream: Path) -> Path:

@@ -282,6 +282,15 @@ def is_collective(op: str) -> bool:
     return op.startswith(COLLECTIVES)
 
 
+def in_module(module: str, op: str) -> str:
+    """Return " in net.head" for an op; "" for a kernel of a region that is in no submodule, because
+    it may compute ops of several.
+    """
+    if not module and op.startswith(KERNEL):
+        return ""
+    return {"": " in no submodule", "?": " in an unknown module"}.get(module, f" in {module}")
+
+
 def is_region(op: str) -> bool:
     """Return whether an op is of a compiled region."""
     return op.startswith(REGION)
