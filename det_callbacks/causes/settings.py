@@ -80,11 +80,6 @@ def optimizer_option(graph: Graph, walk: Walk) -> Explanation:
         f"Check what sets {names} during the fit: a learning rate scheduler, a callback, or a hook "
         "of the module"
     )
-    if graph.resumed_at is not None:
-        advice += (
-            f". The run resumed at step {graph.resumed_at}: a scheduler whose state is not loaded "
-            "counts from 0"
-        )
     return Explanation(
         cause="optimizer",
         text=f"{capitalised(listed(changes, '; '))}. {explain_first(graph)}",

@@ -1,5 +1,6 @@
 """TrainingRun: records or verifies your own training loop."""
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -14,6 +15,7 @@ from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
@@ -47,6 +49,7 @@ class LoopTraining(Training):
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._ddp: DistributedDataParallel | None = None
         self.module, self.optimizers = unwrapped(model), optimizers
+        self._find_schedulers()
         while model is not self.module:
             if isinstance(model, DistributedDataParallel):
                 self._ddp = model
@@ -54,6 +57,34 @@ class LoopTraining(Training):
         if dist.is_available() and dist.is_initialized():
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.folder = Path()
+
+    def _find_schedulers(self) -> None:
+        """Find the schedulers of the optimizers, and the gradient scaler if the program has one:
+        nothing of the loop says what they are. Takes some 100 milliseconds in a large process.
+        """
+        optimizers, schedulers, scalers = (
+            [*self.optimizers],
+            list[LRScheduler](),
+            list[GradScaler](),
+        )
+        if not optimizers:
+            return
+        gc.collect()  # schedulers that are no longer used may be in reference cycles
+        for one in gc.get_objects():  # ``isinstance`` would run code of lazy objects
+            if issubclass(type(one), LRScheduler) and "optimizer" in vars(one):
+                schedulers.append(one)
+            elif issubclass(type(one), GradScaler) and one.is_enabled():
+                scalers.append(one)
+        inner = {
+            id(one)
+            for scheduler in schedulers
+            for one in vars(scheduler).get("_schedulers", ())  # of a SequentialLR and the like
+        }
+        places = {id(optimizer): at for at, optimizer in enumerate(optimizers)}
+        used = [one for one in schedulers if id(one.optimizer) in places and id(one) not in inner]
+        used.sort(key=lambda one: (places[id(one.optimizer)], type(one).__qualname__))
+        self.schedulers = [(scheduler, "") for scheduler in used]
+        self.scaler = scalers[0] if len(scalers) == 1 else None
 
     @override
     def follow_loaders(self, follower: LoaderFollower) -> None:

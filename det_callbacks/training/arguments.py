@@ -180,7 +180,8 @@ def manifest_of(
     chosen: dict[str, Any] = {**training.choices, **optimizer_choices(training.optimizers)}
     if (schedulers := training.schedulers) is not None:
         names = [
-            f"{type(scheduler).__name__} each {interval}" for scheduler, interval in schedulers
+            type(scheduler).__name__ + f" each {interval}" * bool(interval)
+            for scheduler, interval in schedulers
         ]
         chosen["optimizer.lr_scheduler"] = ", ".join(names) or "none"
     chosen |= {**_started_by(), **arguments.choices, "settings": {"allow": allow}}

@@ -94,7 +94,7 @@ class Training:
     choices: Mapping[str, Any]
     # order and hook -> user code that runs there, and may advance a generator
     hooks: Mapping[tuple[str, str], str]
-    # each with its interval ("epoch"), or None if unknown
+    # each with its interval ("epoch"; "" for unknown), or None if unknown
     schedulers: Sequence[tuple[Any, str]] | None = None
     scaler: Any = None  # gradient scaler of mixed precision
     loaders: Mapping[str, Any] | None  # by name, or None before they are known

@@ -22,6 +22,7 @@ from det_callbacks import (
     Verdict,
     cli,
 )
+from det_callbacks.integrations.loop import LoopTraining
 from det_callbacks.report.verdict import resume_table
 from det_callbacks.verdict import Resume
 
@@ -378,11 +379,65 @@ def test_a_whole_resume_in_the_middle_of_an_epoch_matches(of_loader, tmp_path):
 def test_a_scheduler_that_counts_from_0_after_the_resume_is_told(of_loader, tmp_path):
     folder, saved = of_loader
     verdict = trained_on(shuffled(), folder, tmp_path, saved=saved, scheduler=False)
-    assert (verdict.cause, verdict.first_divergence.step) == ("optimizer", PER_EPOCH + 3)
-    assert (
-        "The run resumed at step 8: a scheduler whose state is not loaded counts from 0"
-        in verdict.explanation
-    )
+    assert (verdict.cause, verdict.first_divergence.step) == ("checkpoint", PER_EPOCH + 2)
+    assert verdict.first_divergence.name == "state of CosineAnnealingLR: last_epoch"
+    restored = verdict.resume.restored
+    assert restored["further"] == {"CosineAnnealingLR": "differs"}
+    assert restored["optimizer"]["exp_avg"] == "restored"
+
+
+def test_schedulers_and_the_scaler_of_a_loop_are_found_and_no_others():
+    loop, other = Loop(), Loop()
+    inner = torch.optim.lr_scheduler.StepLR(loop.optimizer, 2)
+    later = torch.optim.lr_scheduler.ExponentialLR(loop.optimizer, 0.9)
+    both = torch.optim.lr_scheduler.SequentialLR(loop.optimizer, [inner, later], [4])
+    of_other = torch.optim.lr_scheduler.StepLR(other.optimizer, 2)
+    scaler, unused = torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu", enabled=False)
+    training = LoopTraining(loop.model, [loop.optimizer])
+    assert training.schedulers == [(both, "")]
+    assert training.scaler is scaler
+    assert {name for name, _ in training.further_state()} >= {
+        "state of SequentialLR: last_epoch",
+        "state of SequentialLR: _schedulers[0]['last_epoch']",
+        "state of the gradient scaler: scale",
+    }
+    second = torch.amp.GradScaler("cpu")
+    assert LoopTraining(loop.model, [loop.optimizer]).scaler is None, "which one is unknown"
+    assert None not in (of_other, unused, second)  # they are alive
+
+
+def test_a_scaler_that_is_not_restored_is_told(tmp_path):
+    saved: dict[str, Any] = {}
+
+    def train(mode: str, begin: int = 0, *, is_whole: bool = True) -> TrainingRun:
+        loop, scaler = Loop(), torch.amp.GradScaler("cpu", growth_interval=2)
+        parts = {"model": loop.model, "optimizer": loop.optimizer, "scaler": scaler}
+        if begin:
+            for name in list(parts)[: 3 if is_whole else 2]:
+                parts[name].load_state_dict(_copied(saved[name]))
+            torch.set_rng_state(saved["rng"])
+        run = TrainingRun(tmp_path / "run", mode=mode, model=loop.model, optimizers=loop.optimizer)
+        with run:
+            for step in range(begin, STEPS):
+                batch = DATA[8 * step : 8 * step + 8]
+                with run.step(batch):
+                    scaler.scale(loop.model(batch).pow(2).mean()).backward()
+                    scaler.step(loop.optimizer)
+                    scaler.update()
+                    loop.optimizer.zero_grad()
+                if step + 1 == AT:
+                    saved.update({name: _copied(part.state_dict()) for name, part in parts.items()})
+                    saved["rng"] = torch.get_rng_state()
+        return run
+
+    train("record")
+    assert train("verify", begin=AT).verdict.verdict == "match"
+    with pytest.raises(DivergenceError) as caught:
+        train("verify", begin=AT, is_whole=False)
+    verdict = caught.value.verdict
+    assert verdict.cause == "checkpoint"
+    assert "state of the gradient scaler: scale" in verdict.explanation
+    assert verdict.resume.restored["further"] == {"the gradient scaler": "differs"}
 
 
 def test_a_table_says_what_differs_how_it_differs_and_what_restores_it():
