@@ -182,7 +182,8 @@ class Coverage:
         ops_seen: ops that ran under the trace, over all compared steps.
         ops_digested: those whose outputs were digested.
         ops_skipped: reason -> number of ops without a digest, such as views.
-        opaque_regions: regions of which the recorder saw only the boundary.
+        opaque_regions: what the recorder could not look into: compiled regions of which it saw only
+            the boundary, ops, classes of tensors, and objects in a batch.
         replayed: op or observation whose saved bits were restored -> number of tensors ("count"),
             of those whose live bits differed ("differing"), and "mib_per_step".
         metrics: number of compared logged values.

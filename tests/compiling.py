@@ -15,8 +15,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func
 
-from det_callbacks.compare.differences import StepDifference
-from det_callbacks.compare.ranks import compare_steps
+from det_callbacks.compare.differences import StepDifference, compare_steps
 from det_callbacks.runs.program import Site
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.trace.compiled.replaced import REPLACED

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
+from det_callbacks.causes.frameworks import RESTORED_WHEN, of_framework
 from det_callbacks.causes.graph import Explanation, Graph, Node, Walk
 from det_callbacks.compare.evidence import Evidence, GeneratorChange
 from det_callbacks.runs.evidence import (
@@ -21,17 +22,6 @@ _OF_ANOTHER_MODEL = (
     "Only the current run has a dropout there, of a model outside the recorded one: compare its "
     "train() or eval() mode"
 )
-_RESTORED_WHEN: Mapping[str, str] = {
-    "lightning": ', or pass ckpt_path to fit with resume="exact"',
-    "accelerate": (
-        ". load_state restores them, and a loader that starts after it draws from them again: call "
-        "it once the first batch is loaded"
-    ),
-    "transformers": (
-        ". The Trainer restores them after it loads the first batch: let the data set draw from a "
-        "generator that it seeds with the sample's index"
-    ),
-}
 _VALIDATION = (
     "on_validation_epoch_start on_validation_batch_start on_validation_batch_end "
     "on_validation_epoch_end"
@@ -68,7 +58,7 @@ _WITHIN_STEP = (BATCH_START, AFTER_FORWARD, AFTER_BACKWARD, BATCH_END)
 
 
 def moved_within(graph: Graph) -> Iterator[Node]:
-    """Yield the generators that moved otherwise within the step;
+    """Yield the generators that moved differently within the step;
     which op drew from them was not recorded.
     """
     step = graph.difference.step
@@ -216,7 +206,7 @@ def restore_generators(graph: Graph) -> str:
     return (
         "The resume did not restore the generators to what they were before this batch was loaded: "
         "save their states with the checkpoint, and restore them before the first batch is loaded"
-    ) + _RESTORED_WHEN.get(graph.framework, "")
+    ) + of_framework(RESTORED_WHEN, graph.framework)
 
 
 def draws_in_one_run(graph: Graph) -> bool:

@@ -106,7 +106,7 @@ class Graph:
 
     @property
     def is_other_call(self) -> bool:
-        """Whether the leading op was called otherwise, or gave another shape,
+        """Whether the leading op was called differently, or gave another shape,
         or ran in one run only.
         """
         return self.leading.divergence.kind != "content" or self.leading.layouts is not None

@@ -5,6 +5,7 @@ the step explains it.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from det_callbacks.causes.frameworks import SAVE_VALUE, of_framework
 from det_callbacks.causes.graph import Explanation, Graph, Walk
 from det_callbacks.causes.sentences import place
 from det_callbacks.causes.settings import explaining_setting
@@ -30,15 +31,6 @@ _LOST_VALUE = (
     "Everything recorded that the checkpoint restores matches, so a Python value that it does not "
     "hold may differ"
 )
-_SAVE_VALUE: Mapping[str, str] = {
-    "lightning": "save that value with on_save_checkpoint and on_load_checkpoint, or in a buffer",
-    "transformers": (
-        "the Trainer's sum of the losses since it last logged is one. Let logging_steps divide "
-        "save_steps, or add det_callbacks.huggingface.DeterminismCallback, which leaves that sum "
-        "out"
-    ),
-    "torch": "save that value with the checkpoint, or keep it in a buffer",
-}
 _FROM_OUTSIDE = (
     "Check the code outside the step that computes it (labels, a loss scale, noise), and seed it "
     "if it is random"
@@ -239,7 +231,7 @@ def advise_lost_value(graph: Graph) -> str:
     if graph.choices or not _may_be_python_value(graph):
         return ""
     if graph.is_resumed:
-        return f"{_LOST_VALUE}: {_SAVE_VALUE.get(graph.framework, _SAVE_VALUE['torch'])}"
+        return f"{_LOST_VALUE}: {of_framework(SAVE_VALUE, graph.framework)}"
     return _FROM_OUTSIDE if graph.first.start == "outside" else ""
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 from det_callbacks.causes.graph import Explanation, Graph, Walk
 from det_callbacks.causes.ops import cause_of_first
 from det_callbacks.causes.sentences import place, side_of, site_text
-from det_callbacks.compare.differences import recomputed_otherwise
+from det_callbacks.compare.differences import recomputed_differently
 from det_callbacks.runs.program import Program, StepView
 from det_callbacks.text import listed
 
@@ -94,7 +94,7 @@ def recomputation(graph: Graph, walk: Walk) -> Explanation | None:
     first = graph.first.divergence
     if not _starts_recomputed(graph) or (first.op and first.kind not in ("missing", "extra")):
         return None
-    other_bits = _recomputed_otherwise(graph)
+    other_bits = _recomputed_differently(graph)
     if len(other_bits) == 1:
         ((row, side),) = other_bits
         op, draws = graph.difference.describe(row), graph.draws(row)
@@ -121,7 +121,7 @@ def recomputation(graph: Graph, walk: Walk) -> Explanation | None:
     )
 
 
-def _recomputed_otherwise(graph: Graph) -> list[tuple[int, Side]]:
+def _recomputed_differently(graph: Graph) -> list[tuple[int, Side]]:
     """Return the row of each run that activation checkpointing first computed again
     with other bits, and the run.
     """
@@ -132,7 +132,7 @@ def _recomputed_otherwise(graph: Graph) -> list[tuple[int, Side]]:
         ("current run", difference.current),
     )
     for number, (side, view) in enumerate(sides):
-        position = recomputed_otherwise(view)
+        position = recomputed_differently(view)
         row = next(
             (row for row, pair in enumerate(difference.pairs) if pair[number] == position), None
         )

@@ -314,12 +314,8 @@ def uninitialised_memory(graph: Graph, walk: Walk) -> Explanation | None:
         recorder cannot see that write.
     """
     first = graph.first
-    program, position = graph.difference.side(first.row)
-    view = (
-        graph.difference.current
-        if program is graph.difference.current.program
-        else graph.difference.reference
-    )
+    view, position = graph.difference.view_of(first.row)
+    program = view.program
     unwritten = (
         at for at in program.sites[position].inputs if _is_unwritten(view.layout.entries[at])
     )

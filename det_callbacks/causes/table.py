@@ -29,8 +29,8 @@ MAX_LINES = 20  # of evidence
 
 
 def find_walk(graph: Graph) -> Walk:
-    """Walk from the first difference to what it came from: along a proven
-    edge before one that may be.
+    """Walk from the first difference to what it came from, preferring a proven edge to a
+    possible one.
     """
     nodes = [_row_node(graph, graph.first.row)]
     while len(nodes) < MAX_NODES:
@@ -261,7 +261,7 @@ READS: Mapping[TrailKind, Reads] = {
 
 
 def _setting(graph: Graph, walk: Walk) -> Explanation | None:
-    """A seed means what it reaches; any other setting explains the difference itself."""
+    """A seed takes the cause of the row that it reaches; any other setting is the cause."""
     return (
         _by_reached(graph, walk) if walk.root.change is not None else settings.setting(graph, walk)
     )
@@ -337,7 +337,7 @@ CAUSES: Mapping[TrailKind, Sequence[Rule]] = {
 
 
 def evidence_lines(graph: Graph) -> tuple[str, ...]:
-    """Return the evidence in chronological order: weights, data, generators, settings."""
+    """Return the evidence: weights, data, generators, settings, in this order."""
     lines = list[str]()
     if graph.evidence.unread:
         lines.append(f"the evidence of generators and data cannot be used: {graph.evidence.unread}")

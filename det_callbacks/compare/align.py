@@ -408,7 +408,7 @@ def _pair_outputs(
     rows: Pairs = []
     if reference_unit.argument_row >= 0 and current_unit.argument_row >= 0:
         rows.append((reference_unit.argument_row, current_unit.argument_row))
-    is_reordered = _is_same_list(reference_unit.owners, current_unit.owners)
+    is_reordered = _is_permutation(reference_unit.owners, current_unit.owners)
     if _have_compatible_names(reference_unit.names, current_unit.names) and not is_reordered:
         return rows + list(zip(reference_unit.rows, current_unit.rows, strict=True))
 
@@ -431,9 +431,9 @@ def _pair_outputs(
     ]
 
 
-def _is_same_list(reference: Sequence[Owners], current: Sequence[Owners]) -> bool:
-    """Return whether the outputs of an op on lists are for the same parameters, each for one,
-    in a different order.
+def _is_permutation(reference: Sequence[Owners], current: Sequence[Owners]) -> bool:
+    """Return whether the outputs of an op on lists are each for one parameter, and for the same
+    parameters in a different order.
     """
     is_each_for_one = all(len(owners) == 1 for owners in current)
     return is_each_for_one and reference != current and {*reference} == {*current}

@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from det_callbacks.compare.align import Alignment
+from det_callbacks.compare.align import Alignment, align
 from det_callbacks.compare.order import ArgumentDifference, other_arguments
 from det_callbacks.digest.host import format_digest
 from det_callbacks.runs.program import (
@@ -238,10 +238,15 @@ class StepDifference:
 
     def side(self, row: int) -> tuple[Program, int]:
         """Return the program and the position of a row's site."""
+        view, position = self.view_of(row)
+        return view.program, position
+
+    def view_of(self, row: int) -> tuple[StepView, int]:
+        """Return the step that has a row's site, and its position: the current one if it has it."""
         reference_position, current_position = self.pairs[row]
         if current_position >= 0:
-            return self.current.program, current_position
-        return self.reference.program, reference_position
+            return self.current, current_position
+        return self.reference, reference_position
 
     def _by_row(self, reference: np.ndarray, current: np.ndarray) -> np.ndarray:
         """Merge two arrays by position into one by row: the current step's value if it has one."""
@@ -269,13 +274,15 @@ class StepDifference:
     def rows_read(self, row: int) -> list[int]:
         """Return the rows that a row read, on either side."""
         sides = zip(
-            (self.alignment.reference, self.alignment.current), self._sides_of_row(row), strict=True
+            (self.alignment.reference, self.alignment.current),
+            self._positions_read(row),
+            strict=True,
         )
         return [
             int(at) for positions, read in sides for at in np.flatnonzero(np.isin(positions, read))
         ]
 
-    def _sides_of_row(self, row: int) -> list[list[int]]:
+    def _positions_read(self, row: int) -> list[list[int]]:
         """Return the positions that a row read in the reference, and in the current step."""
         programs = self.reference.program, self.current.program
         pairs = zip(programs, self.pairs[row], strict=True)
@@ -293,7 +300,7 @@ class StepDifference:
         sites = (program.sites[reader] for reader in later)
         return next((site.phase for site in sites if site.op), "")
 
-    def _sides_of(self, row: int) -> Iterator[tuple[StepView, int]]:
+    def _views_with(self, row: int) -> Iterator[tuple[StepView, int]]:
         for view, position in zip((self.reference, self.current), self.pairs[row], strict=True):
             if position >= 0:
                 yield view, position
@@ -304,7 +311,7 @@ class StepDifference:
         """
         entries = (
             view.layout.entries[at]
-            for view, position in self._sides_of(row)
+            for view, position in self._views_with(row)
             for at in (view.program.sites[position].inputs if is_read else (position,))
         )
         return any(entry is not None and entry.detail in details for entry in entries)
@@ -315,8 +322,8 @@ class StepDifference:
     def reads_difference(self) -> np.ndarray:
         """Bool by row: it read a site that differs, or memory that changed by a named tensor."""
         sides = (
-            _Side(self.reference, self.alignment.reference),
-            _Side(self.current, self.alignment.current),
+            _StepReaders(self.reference, self.alignment.reference),
+            _StepReaders(self.current, self.alignment.current),
         )
         for side in sides:
             positions = side.positions
@@ -334,7 +341,7 @@ class StepDifference:
                         side.mark(side.inputs(position), since=position)
         return self._readers(sides)
 
-    def _readers(self, sides: Iterable["_Side"]) -> np.ndarray:
+    def _readers(self, sides: Iterable["_StepReaders"]) -> np.ndarray:
         """Return, bool by row, which rows read different bits, in either step."""
         found = np.zeros(len(self.alignment), dtype=bool)
         for side in sides:
@@ -430,7 +437,7 @@ class StepDifference:
         """
         if self.kinds[row] == "content" and not self._is_rewired(row):
             return False
-        if row > self._first_called_otherwise and self.site(row).phase == "backward":
+        if row > self._first_called_differently and self.site(row).phase == "backward":
             return True
         if self.unread and not self.is_leading[row]:
             return True
@@ -441,7 +448,7 @@ class StepDifference:
         return row > first or bool(self.is_leading[first] and not self.is_leading[row])
 
     @cached_property
-    def _first_called_otherwise(self) -> int:
+    def _first_called_differently(self) -> int:
         """The first forward op that was called differently, or in one step only."""
         rows = (row for row, kind in self.kinds.items() if kind != "content" and self.site(row).op)
         of_forward = (row for row in rows if self.site(row).phase in ("forward", "other"))
@@ -474,19 +481,17 @@ class StepDifference:
 
     def _begin_row(self, row: int) -> int:
         """Return the row of a generator at the start of the step, given its row at the end."""
-        program, position = self.side(row)
-        side = (
-            self.alignment.current if program is self.current.program else self.alignment.reference
-        )
-        found = program.sites[position].inputs[:1]
-        return int(np.flatnonzero(side == found[0])[0]) if found else row
+        view, position = self.view_of(row)
+        positions = getattr(self.alignment, "current" if view is self.current else "reference")
+        read = view.program.sites[position].inputs[:1]
+        return int(np.flatnonzero(positions == read[0])[0]) if read else row
 
     def _call(self, row: int) -> tuple[bool, int]:
         """Return the key that the outputs of one call share: the side,
         and the position of the first output.
         """
-        program, position = self.side(row)
-        return program is self.current.program, position - program.sites[position].output
+        view, position = self.view_of(row)
+        return view is self.current, position - view.program.sites[position].output
 
     def _is_rewired(self, row: int) -> bool:
         """Return whether an op with different bits or shapes reads different
@@ -510,7 +515,11 @@ class StepDifference:
         return {current: reference for reference, current in self.pairs if current >= 0}
 
 
-def recomputed_otherwise(view: StepView) -> int | None:
+def compare_steps(reference: StepView, current: StepView) -> StepDifference:
+    return StepDifference(reference, current, align(reference, current))
+
+
+def recomputed_differently(view: StepView) -> int | None:
     """Return the first output that activation checkpointing computed again with other
     bits than before, or None.
 
@@ -569,7 +578,7 @@ def _digest_at(view: StepView, position: int) -> str | None:
     return None if position < 0 else format_digest(int(view.record.digests[position]))
 
 
-class _Side:
+class _StepReaders:
     """One of two steps: ``since[p]`` is the position from which on readers of
     site p see different bits.
 

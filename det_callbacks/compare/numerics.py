@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from det_callbacks.compare.align import align
-from det_callbacks.compare.differences import StepDifference
+from det_callbacks.compare.differences import compare_steps
 from det_callbacks.compare.eager import eager_pairs
 from det_callbacks.compare.module_names import ModuleNames, modules_of
 from det_callbacks.compare.rounding import Place, Rounding, place_of
@@ -235,7 +234,7 @@ class _StepNumerics:
         if names is not None:
             reference = names.renamed(reference)
         self._views = reference, current
-        self._difference = StepDifference(reference, current, align(reference, current))
+        self._difference = compare_steps(reference, current)
         self._fused = [] if names is None else names.fused(views[0], current)
         pairs = [pair for pair in self._difference.pairs if min(pair) >= 0]
         self._paired = [{pair[side] for pair in pairs} for side in (0, 1)]

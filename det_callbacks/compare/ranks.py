@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from det_callbacks.compare.align import Alignment, align
-from det_callbacks.compare.differences import MAX_DESCRIBED, StepDifference
+from det_callbacks.compare.differences import MAX_DESCRIBED, StepDifference, compare_steps
 from det_callbacks.compare.record import FitRecord, RankRecord, Tally, record_path
 from det_callbacks.runs.files import damaged
 from det_callbacks.runs.program import Site, StepView
@@ -258,10 +258,6 @@ class StepCounter:
         self.reordered.update(alignment.reordered)
         found = StepDifference(reference, current, alignment)
         return found.num_compared, found.num_differing
-
-
-def compare_steps(reference: StepView, current: StepView) -> StepDifference:
-    return StepDifference(reference, current, align(reference, current))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

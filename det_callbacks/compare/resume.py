@@ -6,9 +6,13 @@ from contextlib import suppress
 
 import numpy as np
 
-from det_callbacks.compare.differences import RowDifference, StepDifference, num_leading_sites
+from det_callbacks.compare.differences import (
+    RowDifference,
+    StepDifference,
+    compare_steps,
+    num_leading_sites,
+)
 from det_callbacks.compare.evidence import Evidence, find_evidence, read_rows
-from det_callbacks.compare.ranks import compare_steps
 from det_callbacks.compare.record import FitRecord
 from det_callbacks.errors import ReferenceFormatError, SelectionError
 from det_callbacks.runs.manifest import framework_of

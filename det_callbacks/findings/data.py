@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from det_callbacks.compare.differences import recomputed_otherwise
+from det_callbacks.compare.differences import recomputed_differently
 from det_callbacks.findings.facts import MIN_BATCHES, MIN_STEPS, Drawn, FitSummary, Series, place
 from det_callbacks.findings.rule import Found, found_in, from_to, of_one_process, span
 from det_callbacks.runs.evidence import BATCH_START, KIND_OF_SAMPLER, LOADER
@@ -381,7 +381,7 @@ def recomputation_differs(fit: FitSummary) -> Found | None:
         for record in records[:MAX_RECOMPUTED]:
             num_examined += 1
             layout = fit.layout(record)
-            at = recomputed_otherwise(
+            at = recomputed_differently(
                 StepView(rank=fit.rank, record=record, program=program, layout=layout)
             )
             if at is not None:

@@ -47,7 +47,7 @@ struct Names {
   X(read_labels) X(num_outputs) X(labels) X(start) X(stop) X(number_indices) X(numbers_bits) X(numbers_tag) X(previous)   \
   X(num_digested) X(num_views) X(counts) X(nodes) X(every) X(is_used) X(is_invalidated) X(pins) X(known) X(_begins) \
   X(digests) X(layout_indices) X(frombytes) X(index) X(tags) X(is_dense) X(num_bytes) X(op_base) X(scopes)        \
-  X(current) X(backward_pass) X(skipped) X(take_numbers) X(register) X(backward) X(optimizer) X(forward) X(writes)
+  X(current) X(backward_pass) X(skipped) X(match_and_store_numbers) X(register) X(backward) X(optimizer) X(forward) X(writes)
 #define DET_MEMBER(name) PyObject* name##_ = PyUnicode_InternFromString(#name);
   DET_NAMES(DET_MEMBER)
 #undef DET_MEMBER
@@ -203,7 +203,7 @@ class Attempt {
     if (attribute(node_.get(), n.consts_).get() != call_->consts.get()) return false;
     if (!has_known_arguments() || !find_reads() || !find_writes()) return false;
     if (is_forward_ && !find_parts()) return false;
-    return changed_.empty() || take_numbers();
+    return changed_.empty() || match_and_store_numbers();
   }
 
   // Keeps the storages of new inputs, whose digests are taken before the op may write them.
@@ -530,7 +530,7 @@ class Attempt {
   }
 
   // Lets Python take the numbers that differ from the last time; everything else has been compared.
-  bool take_numbers() {
+  bool match_and_store_numbers() {
     const auto& n = names();
     auto& known = call_->arguments.each;
     Ref consts(PySequence_List(call_->consts.get()));

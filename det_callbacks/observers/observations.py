@@ -212,7 +212,7 @@ class Observations:
             )
         elif get_ident() != self._thread and graph_task_id() == -1:
             where = "in a thread other than the step's: observe what it returns"
-        elif self._recorder.captures.is_captured():
+        elif self._recorder.captures.skips():
             where = (
                 "during the capture of a CUDA graph, whose replay calls no Python: observe the "
                 "graph's outputs"

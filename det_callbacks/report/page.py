@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from det_callbacks.compare.differences import StepDifference
-from det_callbacks.compare.ranks import compare_steps, num_equal_steps
+from det_callbacks.compare.differences import StepDifference, compare_steps
+from det_callbacks.compare.ranks import num_equal_steps
 from det_callbacks.compare.record import read_record
 from det_callbacks.report.console import Table
 from det_callbacks.report.run import describe_site

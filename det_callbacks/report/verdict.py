@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from det_callbacks.causes.frameworks import RESTORED_BY
 from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError
 from det_callbacks.report.console import STYLES, Section, Table, to_text
 from det_callbacks.report.numerics import numerics_report
@@ -127,52 +128,6 @@ def head_report(verdict: Verdict) -> list[Section]:
     )
 
 
-_EXACTLY = 'fit(ckpt_path=...) with resume="exact"'
-_BY_BOTH_FILES = (
-    "resume_from_checkpoint, if the folder has optimizer.pt and scheduler.pt (not "
-    "save_only_model=True)"
-)
-_RESTORED_BY: Mapping[str, Mapping[str, str]] = {
-    "parameters": {"torch": "model.load_state_dict"},
-    "buffers": {
-        "torch": "model.load_state_dict; a buffer with persistent=False is in no checkpoint"
-    },
-    "optimizer": {
-        "torch": "optimizer.load_state_dict, after the model is on its device",
-        "lightning": "fit(ckpt_path=...), not with save_weights_only=True",
-        "transformers": _BY_BOTH_FILES,
-        "accelerate": "accelerator.load_state, after accelerator.prepare(optimizer)",
-    },
-    "options": {
-        "torch": "scheduler.load_state_dict, after optimizer.load_state_dict",
-        "lightning": "fit(ckpt_path=...)",
-        "transformers": _BY_BOTH_FILES,
-        "accelerate": "accelerator.load_state, after accelerator.prepare(scheduler)",
-    },
-    "further": {"torch": "its load_state_dict", "lightning": "fit(ckpt_path=...)"},
-    "generators": {
-        "torch": "its state as saved, set after the trained batches are skipped",
-        "lightning": _EXACTLY,
-        "transformers": (
-            "rng_state.pth, which the Trainer loads after the first batch: the data set may not "
-            "draw"
-        ),
-        "accelerate": "accelerator.load_state, called once the first batch is loaded",
-    },
-    "gradients": {
-        "torch": "save after an update, when no gradients are accumulated",
-        "lightning": _EXACTLY,
-    },
-    "data": {
-        "torch": (
-            "its generators as the epoch began, and skip the trained batches; or a loader with a "
-            "state_dict"
-        ),
-        "lightning": _EXACTLY,
-        "transformers": "resume_from_checkpoint without ignore_data_skip=True",
-        "accelerate": "skip_first_batches, with use_seedable_sampler=True and set_epoch",
-    },
-}
 _STATES: Mapping[Restored, str] = {"exchanged": "of another parameter", "reseeded": "seeded again"}
 _IN_ORDER = "the reference's order of the parameters that the optimizer is given"
 
@@ -181,7 +136,7 @@ def resume_table(resume: Resume) -> Table:
     """Return a row for each part of the state, what was not restored first."""
     rows: list[tuple[str, str, str]] = []
     for part, state in resume.restored.items():
-        by_framework = _RESTORED_BY[part]
+        by_framework = RESTORED_BY[part]
         todo = by_framework.get(resume.framework, by_framework["torch"])
         if part == "data" and resume.of_step.get(part) == resume.step:
             rows.append(

@@ -239,12 +239,13 @@ class SiteRow:
             site.part,
         ]
         kind = to_json([*place, site.arguments, site.varying, site.recomputed])
-        known: list[Any] = [source]
-        if site.eager_op or site.choice != "{}":
-            eager = [site.eager_op, site.eager_line, site.eager_call, site.eager_calls]
-            known += [*eager, site.choice]
-        with_known = kind.removesuffix(b"]") + b"," + to_json(known)[1:]
-        return cls(site, digest_bytes(kind), digest_bytes(with_known))
+        eager = [site.eager_op, site.eager_line, site.eager_call, site.eager_calls]
+        explaining = to_json([source, *eager, site.choice])
+        return cls(
+            site,
+            digest_bytes(kind),
+            digest_bytes(kind.removesuffix(b"]") + b"," + explaining.removeprefix(b"[")),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -132,7 +132,7 @@ class CallNode:
     number_indices: tuple[int, ...] = ()  # indices of the arguments that the program leaves out
     # indices of those that take any kind of number: 1, 1.0 and True differ
     any_number_indices: tuple[int, ...] = ()
-    numbers_bits: int = 0  # their digest
+    numbers_bits: int = 0  # digest of the arguments at ``number_indices``
     numbers_tag: ArgumentTag = "digest"
     # only while the node is built: the positions that the call reads, its sites without ``inputs``,
     # and the positions that each of them reads
@@ -175,7 +175,7 @@ class CallNode:
             len(self.shared.rows) + len(self.edge_labels) + len(self.read_labels)
         )
 
-    def is_call(
+    def equals_except_consts(
         self,
         func: object,
         phase: str,
@@ -214,8 +214,8 @@ NOWHERE = OpScope(module="")
 
 @dataclass(slots=True)
 class StepCounts:
-    """How many ops of a step were digested or skipped, for the coverage;
-    ``opaque`` ran ops that no mode sees.
+    """How many ops of a step were digested or skipped, for the coverage; ``opaque`` names what the
+    recorder could not look into: regions, ops, classes of tensors and objects in a batch.
     """
 
     num_digested: int = 0
@@ -315,16 +315,16 @@ class CallGraph:
     ) -> CallNode:
         """Go to the likely call, or to another one; its rows follow those that have labels.
 
-        The arguments are those of ``Call`` with the positions that it reads, and ``build`` and
-        ``edges`` as elsewhere.
+        The arguments are those of ``Call`` with the positions that it reads; ``build`` is as in
+        ``go_to``, and ``edges`` as in ``labels_of``.
         """
         labels = self.labels_of(positions, len(self.labels), edges)
         node = self.at.likely
         if (
             node is not None
             and node.shared.last_step != self.step_number
-            and node.is_call(func, phase, scope, labels, names, num_outputs)
-            and self.take_numbers(node, consts)
+            and node.equals_except_consts(func, phase, scope, labels, names, num_outputs)
+            and self.match_and_store_numbers(node, consts)
         ):
             return self._advance(node)
         return self.go_to(
@@ -356,7 +356,9 @@ class CallGraph:
         for equal in known:
             first = equal.members[0]
             if (
-                first.is_call(func, phase, scope, read_labels, names, num_outputs, keywords)
+                first.equals_except_consts(
+                    func, phase, scope, read_labels, names, num_outputs, keywords
+                )
                 and (lines is None or first.source == lines)
                 and first.takes(consts)
             ):
@@ -374,14 +376,14 @@ class CallGraph:
                 known.append(equal)
             equal.members.append(node)
         else:
-            self.take_numbers(node, consts)
+            self.match_and_store_numbers(node, consts)
         self.at.likely = node
         self._left_the_likely_path = True
         return self._advance(node)
 
     def _advance(self, node: CallNode) -> CallNode:
-        """Set the current call to a node; ``Recorder.op`` and the native
-        recorder do the same in place.
+        """Set the current call to a node; ``Recorder.op``, ``UndigestedOps._touch`` and
+        ``recorder.cpp`` do the same without this call.
         """
         node.previous = self.at
         node.shared.last_step = self.step_number
@@ -445,7 +447,7 @@ class CallGraph:
             self.num_bytes += _BYTES_OF_ROW
         return row
 
-    def take_numbers(self, node: CallNode, consts: list[Any]) -> bool:
+    def match_and_store_numbers(self, node: CallNode, consts: list[Any]) -> bool:
         """Return whether these arguments equal a node's apart from numbers; if so,
         store them in the node.
 

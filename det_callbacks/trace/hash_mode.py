@@ -40,7 +40,7 @@ class Interceptor(DispatchMode):
         self._native = None if num_dispatch_modes() else recorder.native
         self._is_entered = False
         self.recorder = recorder
-        self._captures = recorder.captures.begun
+        self._captures = recorder.captures.captured
         self._running_regions = recorder.places.running_regions
         self._lock = recorder.step.lock
         self._plans, self._program = recorder.plans, recorder.plans.program

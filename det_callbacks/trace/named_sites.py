@@ -116,7 +116,7 @@ class NamedSites:
         ``label`` distinguishes groups at the same place. Their module is ``owner``, or is taken
         from each name. If ``is_writer``, later ops that read the tensors read these sites.
         """
-        if self._captures.is_captured():
+        if self._captures.skips():
             return {}
         names: list[str | SpecialName] = []
         reads: list[int | None] = []
@@ -219,7 +219,7 @@ class NamedSites:
         collective is still pending.
         """
         step = self._step
-        if not step.holds_data(tensor) or self._captures.is_captured():
+        if not step.holds_data(tensor) or self._captures.skips():
             return
         if is_batched(tensor):
             step.counts.skipped["batched"] += 1

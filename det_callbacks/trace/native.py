@@ -68,7 +68,7 @@ class NativeCalls:
             *(
                 places.parameter_names,
                 places.elsewhere,
-                recorder.captures.begun,
+                recorder.captures.captured,
                 places.running_regions,
             ),
             *(recorder.output_hooks, step.lock.acquire, step.lock.release, step.layouts.of_numbers),

@@ -183,10 +183,13 @@ class Elsewhere:
         return found
 
 
-def set_until_module(owner: Any, phase: str, modules: ModuleStack) -> None:
-    """Set the phase of a user's own loop: a call of a module begins phase forward."""
+def set_phase(owner: Any, phase: str, modules: ModuleStack, *, is_own_loop: bool) -> None:
+    """Set the phase that an object has; in a user's own loop, a call of a module begins phase
+    forward.
+    """
     owner.phase = phase
-    modules.call_at_next(partial(setattr, owner, "phase", "forward"))
+    if is_own_loop:
+        modules.call_at_next(partial(setattr, owner, "phase", "forward"))
 
 
 class Places:

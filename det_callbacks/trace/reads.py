@@ -35,7 +35,7 @@ class Reads:
         self._step, self._places, self._generators = step, places, generators
         # edges of each input site added for the current call
         self.row_edges: list[tuple[int, ...]] = []
-        # tensors it reads that this step allocated and did not fill
+        # tensors that the current call reads, and that this step allocated and did not fill
         self.unwritten: list[Tensor] = []
 
     def begin(self) -> None:
@@ -87,9 +87,8 @@ class Reads:
         if self._places.elsewhere.nodes:
             self._places.elsewhere.note_read(tensor)
         position = len(step.digests)
-        name: InputName = self._places.names.of(tensor)
-        if ledger.is_invalidated:
-            name = SpecialName("graph_output", self._places.names.of(tensor))
+        held = self._places.names.of(tensor)
+        name: InputName = SpecialName("graph_output", held) if ledger.is_invalidated else held
         names.append(name)
         self.row_edges.append(edges)
         reads.append(position)
@@ -193,7 +192,7 @@ class Reads:
                 step.append_bits(0, step.layouts.without_bits(tensor, UNWRITTEN))
                 step.ledger.write(tensor, position)
 
-    def by_output(
+    def positions_read_by_output(
         self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], num_outputs: int
     ) -> list[list[int]] | None:
         """Return the sites that each output of an op on lists of tensors reads,

@@ -195,6 +195,11 @@ class Recorder:
         return self._expected is not None
 
     def op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op, record what it read and wrote, and return its result.
+
+        What each op needs is written out here, since a call of a method costs 50 nanoseconds; what
+        few ops need is in methods.
+        """
         # how to record calls of this op; ``UndigestedOps`` runs most ops without sites
         plan = self.plans.known.get(id(func)) or self.plans.of(func)
         if plan.kind is not _DIGEST:
@@ -215,7 +220,7 @@ class Recorder:
             scope = places.backward.scope()
             # recorded as ``add``; ``plan.call`` still adds in place
             if scope is ENGINE and func is _ADD_IN_PLACE:
-                func, plan = _ADD, self._plan_of_accumulation(args)
+                func, plan = _ADD, self._begin_accumulation(args)
             if self.elsewhere.nodes and self.elsewhere.is_running(func):
                 return self.undigested.unrecorded(
                     OTHER_THREAD, plan, func, phase, scope, args, kwargs
@@ -332,7 +337,7 @@ class Recorder:
                     likely.consts == consts
                     and (likely.exact_repr is None or likely.exact_repr == repr(consts))
                 )
-                or graph.take_numbers(likely, consts)
+                or graph.match_and_store_numbers(likely, consts)
             )
         ):
             node = likely
@@ -447,9 +452,9 @@ class Recorder:
                 ):
                     step.ledger.write(part, position)
 
-    def _plan_of_accumulation(self, args: tuple[Any, ...]) -> OpPlan:
-        """Return the plan for an in-place sum of gradients by the engine,
-        recorded like its out-of-place sum.
+    def _begin_accumulation(self, args: tuple[Any, ...]) -> OpPlan:
+        """Return the plan for an in-place sum of gradients by the engine, recorded like its
+        out-of-place sum; what it overwrites is digested first.
 
         The engine adds in place if nothing else holds the memory (torch 2.13,
         ``InputBuffer::accumulate``). A deferred digest may hold it too,

@@ -51,7 +51,7 @@ class ReadSites(Protocol):
 
     row_edges: list[tuple[int, ...]]  # the positions that each of its input sites reads
 
-    def by_output(
+    def positions_read_by_output(
         self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], num_outputs: int
     ) -> list[list[int]] | None:
         """Return the sites that each output of an op on lists of tensors reads,
@@ -81,7 +81,7 @@ def build_op(
     output_names = [
         name or gradient_name for name in names_of_written(places, node.phase, plan, outputs)
     ]
-    by_output = read.by_output(plan, args, kwargs, len(outputs))
+    by_output = read.positions_read_by_output(plan, args, kwargs, len(outputs))
     argument_names = list(_names_of_arguments(plan, args, kwargs))
     numbers: list[int] = []
     constants: dict[str, Any] = {}

@@ -19,7 +19,7 @@ from det_callbacks.report.closing_lines import audit_line, audit_lines, replicas
 from det_callbacks.runs.files import ANOTHER_FOLDER, make_folder, replace_atomically, writing
 from det_callbacks.runs.lock import Peers
 from det_callbacks.trace.optimizers import in_phase
-from det_callbacks.trace.places import set_until_module
+from det_callbacks.trace.places import set_phase
 from det_callbacks.training.arguments import OnDivergence, RunArguments
 from det_callbacks.training.session import FIT, Session
 from det_callbacks.training.training import Training
@@ -83,10 +83,7 @@ class Auditing(Session):
 
     def _set_phase(self, phase: str) -> None:
         places = self._mode.places
-        if self._training.is_own_loop:
-            set_until_module(places, phase, places.modules)
-        else:
-            places.phase = phase
+        set_phase(places, phase, places.modules, is_own_loop=self._training.is_own_loop)
 
     @override
     def end_step(self, *_: object) -> bool:

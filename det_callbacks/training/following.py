@@ -35,9 +35,11 @@ class FollowedRun(RunArguments):
     an integration is a subclass.
 
     It calls, in this order: ``_open_stage`` before the fit builds anything; ``_begin_fit`` when
-    weights and a checkpoint are loaded; ``_follow`` when the loaders exist; for each step
-    ``_begin_step`` and ``_end_step``; ``_end_training`` after the last one; and ``_stop`` instead
-    if an exception ends the fit. ``_stage.close`` always comes last. For a call that compares only
+    weights and a checkpoint are loaded; ``_follow`` before the loaders are set up, or right after;
+    ``_hooks.attach`` when the optimizers exist; for each step ``_begin_step`` and ``_end_step``;
+    ``_end_training`` after the last one; and ``_stop`` instead if an exception ends the fit.
+    ``_stage.close`` always comes last. In between, ``_hooks`` takes what else is known of a step
+    (``mark``, ``note_loss``, ``begin_gradients``, ``find_resumed``). For a call that compares only
     metrics (a validation or a test), ``_begin`` and ``_end`` follow ``_open_stage``.
     """
 
@@ -49,7 +51,7 @@ class FollowedRun(RunArguments):
         self.audit_report: AuditReport | None = None
         self._group = RankGroup()
         self._session = Session()
-        self._hooks = Steps()  # the session while a fit is open
+        self._hooks = Steps()  # the session while a fit is open, else one that ignores everything
         self._stage = ExitStack()  # closes everything that a fit or another stage opened
         self._ops: NondeterministicOps | None = None
         self._watch: NondeterministicOpWatch | None = None
@@ -144,9 +146,13 @@ class FollowedRun(RunArguments):
             raise error
         self._num_ended += 1
         if self._is_open and self._is_last_wanted():
-            self._end()
-            self._stage.close()
-            raise SystemExit(0)
+            self._exit_program()
+
+    def _exit_program(self) -> None:
+        """End the fit and the program: the command asked for no later step."""
+        self._end()
+        self._stage.close()
+        raise SystemExit(0)
 
     def _is_last_wanted(self) -> bool:
         """Return whether the command needs no later step."""
@@ -158,7 +164,7 @@ class FollowedRun(RunArguments):
         )
 
     def _after_step(self) -> bool:
-        """Return whether something else than the step differs, such as a metric."""
+        """Return whether something other than the step differs, such as a metric."""
         return False
 
     def _stop_together(self, *, differs: bool, asks_now: bool = True) -> None:
@@ -193,7 +199,7 @@ class FollowedRun(RunArguments):
         hooks.close()
 
     def _stop(self, exception: BaseException) -> None:
-        """End a fit with an exception. Our errors lose our frames, which would bury the message."""
+        """End a fit with an exception; our errors drop our frames, which would bury the message."""
         note_fit(ended_by=exception)
         frames = (
             walk_tb(exception.__traceback__) if isinstance(exception, DetCallbacksError) else ()

@@ -30,7 +30,7 @@ from det_callbacks.trace.compiled.replaced import forget_compiled
 from det_callbacks.trace.generators import GeneratorReader
 from det_callbacks.trace.hash_mode import HashMode
 from det_callbacks.trace.nondeterministic_ops import NondeterministicOps
-from det_callbacks.trace.places import set_until_module
+from det_callbacks.trace.places import set_phase
 from det_callbacks.training.arguments import RunArguments
 from det_callbacks.training.evidence import EvidenceLog, ParameterNotes
 from det_callbacks.training.training import Training
@@ -126,7 +126,8 @@ class Session(Steps):
         self.arguments: RunArguments = arguments
         self.peers = peers
         self.reader = GeneratorReader()
-        self.is_over = arguments is None  # whether its files were removed
+        # whether the next stage needs a new session: it has no arguments, or its files were removed
+        self.is_over = arguments is None
         self.stages: list[str] = []  # recorded stages such as "fit", and calls outside of them
 
     def prepare(self) -> Selection:
@@ -156,7 +157,7 @@ class Session(Steps):
         """Remove the results of an earlier verification or audit, before anything can fail."""
 
     def follow(self, training: Training, ops: NondeterministicOps | None) -> None:
-        """Begin to follow a run, before the setup of its data."""
+        """Begin to follow a run, before its loaders are set up, or right after."""
 
     def add_packages(self) -> None:
         """Put what the program imported since the run began into the run's environment."""
@@ -193,6 +194,8 @@ class Session(Steps):
 
 
 class TracedSession(Session):
+    """Traces the steps of fits; its subclasses record or verify them."""
+
     def __init__(self, arguments: RunArguments, peers: Peers) -> None:
         super().__init__(arguments, peers)
         assert arguments.reference is not None, "checked when the callback was made"
@@ -360,11 +363,8 @@ class TracedSession(Session):
         self._evidence.add_batch()
 
     def _set_phase(self, phase: str) -> None:
-        recorder = self._hash_mode.recorder
-        if self._training.is_own_loop:
-            set_until_module(recorder, phase, recorder.places.modules)
-        else:
-            recorder.phase = phase
+        recorder, is_own_loop = self._hash_mode.recorder, self._training.is_own_loop
+        set_phase(recorder, phase, recorder.places.modules, is_own_loop=is_own_loop)
 
     @override
     def pause(self) -> None:

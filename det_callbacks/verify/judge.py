@@ -16,6 +16,7 @@ from det_callbacks.causes.table import (
     trail_of,
     trail_of_metric,
 )
+from det_callbacks.compare.differences import compare_steps
 from det_callbacks.compare.evidence import Evidence, find_evidence
 from det_callbacks.compare.metrics import MetricComparison, MetricDifference
 from det_callbacks.compare.module_names import ModuleNames
@@ -33,7 +34,6 @@ from det_callbacks.compare.ranks import (
     RankWalk,
     WholeSteps,
     classify,
-    compare_steps,
 )
 from det_callbacks.compare.record import TOGETHER, Tally, read_records
 from det_callbacks.compare.resume import resume_of

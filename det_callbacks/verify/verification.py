@@ -14,9 +14,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from det_callbacks.compare.differences import compare_steps
 from det_callbacks.compare.evidence import from_batch_start
 from det_callbacks.compare.metrics import MetricComparison
-from det_callbacks.compare.ranks import StepCounter, compare_steps
+from det_callbacks.compare.ranks import StepCounter
 from det_callbacks.compare.record import (
     REPORT_FILE,
     TOGETHER,

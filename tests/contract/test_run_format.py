@@ -18,7 +18,7 @@ from stored_runs import digests_of, record, small_layout, small_program
 from det_callbacks.runs.program import Role
 
 PROGRAM = "f33c3b2683cf5aca"
-SITES = "61d9efc3f916e936"
+SITES = "8e6d869a8e2077e9"
 LAYOUT = "9d790b2ff43dcaba"
 STREAMS = ("attempt-000.arrows", "attempt-000.segment-001.arrows")
 EVIDENCE = tuple(name.replace(".arrows", ".evidence.arrows") for name in STREAMS)
@@ -41,6 +41,8 @@ SITE_COLUMNS = {
     "varying": "list<element: string>",
     "recomputed": "bool",
     "source": "list<element: string>",
+    **{"eager_op": "string", "eager_line": "string", "eager_call": "int32", "eager_calls": "int32"},
+    "choice": "string",
 }
 LAYOUT_COLUMNS = {
     "position": "int32",
@@ -142,6 +144,7 @@ def test_the_sites_and_their_ids(run):
         *("forward", "net.größe", "aten.mul.Tensor", 0, "named", "tensor", "batch[0]", ""),
         *('{"other":2.0}', ["lr"], True),
         ["train.py:41 in forward", "train.py:7 in main"],
+        *("", "", 0, 0, "{}"),
     )
     assert second[2:] == (
         "backward",
@@ -156,6 +159,7 @@ def test_the_sites_and_their_ids(run):
         [],
         False,
         [],
+        *("", "", 0, 0, "{}"),
     )
     ids = [xxh3_of_json(row[2:]) for row in (first, second)]
     assert [row[:2] for row in (first, second)] == [*enumerate(ids)]
@@ -182,8 +186,8 @@ def test_a_program_and_its_name(run):
     assert (metadata[b"format_version"], json.loads(metadata[b"counts"])) == (b"2", counts)
     content = struct.pack("<3Q", *ids) + json.dumps(counts, sort_keys=True).encode()
     assert metadata[b"digest"].decode() == f"{xxh3(content):016x}"
-    # source lines are no part of the name, nor are positions
-    kinds = [xxh3_of_json([*sites[one].values()][2:-1]) for one in ids]
+    # source lines, and what is known of kernels, are no part of the name, nor are positions
+    kinds = [xxh3_of_json([*sites[one].values()][2:-6]) for one in ids]
     content = (
         struct.pack("<3Q", *kinds) + struct.pack("<3i", *map(len, inputs)) + struct.pack("<i", 0)
     )

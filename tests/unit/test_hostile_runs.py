@@ -360,6 +360,7 @@ def test_a_table_that_claims_too_much_is_refused_before_it_is_read(
 
 def test_a_long_text_that_every_row_repeats_is_counted_before_it_is_repeated(tmp_path):
     num, row = 60_000, {"output": 0, "recomputed": False, "varying": [], "source": []}
+    row |= {"eager_call": 0, "eager_calls": 0}
     columns = {name: [row.get(name, "{}")] * num for name in tables.SITE_SCHEMA.names}
     columns |= {"position": range(num), "site": [1] * num}
     columns["module"] = pa.DictionaryArray.from_arrays(

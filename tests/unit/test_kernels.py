@@ -15,7 +15,8 @@ from det_callbacks.causes.sentences import describe
 from det_callbacks.runs.program import Site
 from det_callbacks.runs.steps import Expectation, StepTrace
 from det_callbacks.trace.compiled import graphs
-from det_callbacks.trace.compiled.kernels import SEEN_KERNELS, read_code
+from det_callbacks.trace.compiled.generated_code import read_code
+from det_callbacks.trace.compiled.kernels import SEEN_KERNELS
 from det_callbacks.trace.hash_mode import HashMode
 
 pytestmark = COMPILING

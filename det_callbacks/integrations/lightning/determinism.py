@@ -80,8 +80,8 @@ class DeterminismCallback(FollowedRun, pl.Callback):
         overwrite: replace a recorded run once the process has ended well, or opens the folder.
         log_metrics: log ``determinism/*`` metrics, and show a status in the progress bar.
         stages: calls of the Trainer that are recorded step by step: some of "fit", "validate",
-            "test" and "predict". Beside fits, the metrics of a ``validate`` or ``test`` that is
-            left out are recorded.
+            "test" and "predict". If fits are recorded, a ``validate`` or ``test`` that is not
+            listed is recorded by its metrics.
 
     Attributes:
         verdict: the Verdict of a verification, or of a resumed recording that differs from its run.

@@ -12,14 +12,15 @@ from det_callbacks.trace.step import Step
 class GraphCaptures:
     def __init__(self, step: Step, places: Places) -> None:
         self._step, self._places = step, places
-        self.begun: set[int] = set()  # ids of captured graphs; always the same set object
+        # ids of captured graphs; hash_mode.py and native.py hold this set, so it is never replaced
+        self.captured: set[int] = set()
 
     def clear(self) -> None:
-        self.begun.clear()
+        self.captured.clear()
 
     def before_capture(self, graph: Any) -> None:
         self._step.deferred.flush()  # a capture cannot contain these launches
-        self.begun.add(id(graph))
+        self.captured.add(id(graph))
 
     def before_replay(self, _graph: Any) -> None:
         """Forget the writers of all memory, since a replay may write any.
@@ -32,13 +33,13 @@ class GraphCaptures:
             self._step.run_unseen(GRAPH, *self._places.now())
 
     def is_capturing(self) -> bool:
-        return bool(self.begun) and torch.cuda.is_current_stream_capturing()
+        return bool(self.captured) and torch.cuda.is_current_stream_capturing()
 
-    def is_captured(self) -> bool:
-        """Return whether a CUDA graph is being captured; if so, count the op as skipped,
-        since it computes nothing.
+    def skips(self) -> bool:
+        """Return whether a CUDA graph is being captured, and count the tensor as skipped if so:
+        nothing has computed it.
         """
-        if not (self.begun and self.is_capturing()):
+        if not self.captured or not self.is_capturing():
             return False
         self._step.counts.skipped["captured"] += 1
         return True

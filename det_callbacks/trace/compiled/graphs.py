@@ -20,7 +20,7 @@ _SYMBOL = re.compile(r"\b[suz]+\d+\b")
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
-class Traced(NamedTuple):
+class UserOp(NamedTuple):
     """What the user wrote for a node."""
 
     op: str  # "gelu"
@@ -39,7 +39,7 @@ class TracedGraph:
     num_ops: int
     is_graphed: bool  # whether it runs as a CUDA graph, so its runs show different inner ops
     fingerprint: int  # digest of its code, its inputs' dtypes and shapes, and the compiler's name
-    lines: Mapping[str, Traced] = field(repr=False)  # by node
+    lines: Mapping[str, UserOp] = field(repr=False)  # by node
 
 
 def describe_graph(
@@ -80,8 +80,8 @@ def describe_graph(
     )
 
 
-def _lines(graph: fx.GraphModule) -> dict[str, Traced]:
-    lines: dict[str, Traced] = {}
+def _lines(graph: fx.GraphModule) -> dict[str, UserOp]:
+    lines: dict[str, UserOp] = {}
     for module in graph.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
             if node.op.startswith("call_") and (line := line_of_trace(node.stack_trace or "")):
@@ -90,11 +90,11 @@ def _lines(graph: fx.GraphModule) -> dict[str, Traced]:
                     if isinstance(node.target, str)
                     else getattr(node.target, "__name__", node.name)
                 )
-                lines[node.name] = Traced(op, line)
+                lines[node.name] = UserOp(op, line)
     return lines
 
 
-def fused_source(traced: Iterable[Traced]) -> tuple[str, ...]:
+def fused_source(traced: Iterable[UserOp]) -> tuple[str, ...]:
     """Return the source of a kernel: all ops with their lines if there are several,
     then each line once.
     """

@@ -13,14 +13,10 @@ from det_callbacks.digest.components import digest_output
 from det_callbacks.internals.torch import storage_address
 from det_callbacks.runs.program import MISSES_PARAMETERS, Role, Site, subject_of
 from det_callbacks.trace.call_graph import CallNode, OpScope, rowwise
-from det_callbacks.trace.compiled.graphs import Traced, TracedGraph, fused_source
-from det_callbacks.trace.compiled.kernels import (
-    KERNEL_NODES,
-    SEEN_KERNELS,
-    EagerCall,
-    KernelCall,
-    Note,
-)
+from det_callbacks.trace.compiled.generated_code import KernelComment
+from det_callbacks.trace.compiled.graphs import TracedGraph, UserOp, fused_source
+from det_callbacks.trace.compiled.kernel_nodes import KERNEL_NODES, EagerCall
+from det_callbacks.trace.compiled.kernels import SEEN_KERNELS, KernelCall
 from det_callbacks.trace.components import holds_data, parts_with_memory
 from det_callbacks.trace.modules import source_of
 from det_callbacks.trace.places import Places
@@ -31,7 +27,7 @@ from det_callbacks.trace.step import Step
 _Row = tuple[str, int, Role, str | None]  # op, number, role and name
 
 
-class Described(NamedTuple):
+class RowFacts(NamedTuple):
     """What a region knows of its rows: their lines, and for each output which call of eager code
     makes it.
     """
@@ -45,11 +41,12 @@ class Described(NamedTuple):
         found = self.eager[output] if output < len(self.eager) else None
         fields: dict[str, Any] = {"source": self.source, "choice": arguments_json(self.choice)}
         if found is not None:
-            fields |= {f"eager_{name}": value for name, value in found._asdict().items()}
+            fields |= {"eager_op": found.op, "eager_line": found.line}
+            fields |= {"eager_call": found.call, "eager_calls": found.calls}
         return fields
 
 
-Describe = Callable[[], Described]
+MakeRowFacts = Callable[[], RowFacts]
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +63,7 @@ class Region:
 
     step: Step
     places: Places
-    read: Reads
+    input_reads: Reads
     graph: TracedGraph
     phase: str
     scope: OpScope
@@ -76,12 +73,12 @@ class Region:
     source: tuple[str, ...] = ()
     sees_kernels: bool = False
     unseen: set[str] = field(default_factory=set)  # why some of its kernels cannot be seen
-    numbers: list[int] = field(default_factory=list)  # rows of its inputs that are no tensors
+    numbers: list[int] = field(default_factory=list)  # rows of its inputs that are not tensors
     entered: dict[int, int] = field(default_factory=dict)  # storage -> row of an input
 
     def enter(self, inputs: Iterable[tuple[str, Any]]) -> list[tuple[str, Tensor, int]]:
-        """Record the inputs; return name, tensor and position of those with rows:
-        parameters only if written.
+        """Record the inputs; return name, tensor and position of those that have rows: of
+        parameters only those that the region may write.
         """
         step = self.step
         is_op_level = self.places.selection.level == "op"
@@ -96,7 +93,7 @@ class Region:
                 continue
             writers: list[int] = []
             if isinstance(value, Tensor) and is_op_level:
-                self.read.read(value, writers, read_first)
+                self.input_reads.read(value, writers, read_first)
                 self.reads += writers
             if isinstance(value, Tensor | int | float) and not isinstance(value, left_out):
                 entering.append((name, value, writers))
@@ -137,11 +134,11 @@ class Region:
         else:
             for tensor in tensors:
                 writers: list[int] = []
-                self.read.read(tensor, writers, found.names)
+                self.input_reads.read(tensor, writers, found.names)
                 found.positions += self._with_entered(tensor, writers)
             for tensor in updated:
                 found.positions += self._with_entered(tensor, self.step.writers_of(tensor))
-            self.read.unwritten.clear()
+            self.input_reads.unwritten.clear()
         return found
 
     def _with_entered(self, tensor: Tensor, writers: list[int]) -> list[int]:
@@ -162,7 +159,7 @@ class Region:
         outputs: Sequence[Any],
         reads: InnerReads,
         names: Sequence[str | None],
-        describe: Describe,
+        describe: MakeRowFacts,
     ) -> None:
         """Record the outputs of an op or a kernel."""
         step = self.step
@@ -233,38 +230,41 @@ class Region:
         if self.graph.is_graphed:
             step.deferred.flush()
 
-    def describe_kernel(self, call: KernelCall, written: Sequence[int]) -> Described:
+    def describe_kernel(self, call: KernelCall, written: Sequence[int]) -> RowFacts:
         """Return the lines of the nodes that a kernel computes, none if they are unknown;
         ``written`` are indices of its arguments.
         """
-        key, lines, note = call.code.key, self.graph.lines, call.note
-        nodes = KERNEL_NODES.of(key, call.name, lines) if note is None else self._noted(note)
+        key, lines, comment = call.code.key, self.graph.lines, call.comment
+        if comment is not None:
+            nodes = self._named_in(comment)
+        else:
+            nodes = KERNEL_NODES.of(key, call.name, lines)
         buffers = call.code.buffers.get(call.line, ())
         held = [buffers[at] if at < len(buffers) else "" for at in written]
         eager = KERNEL_NODES.held_by(key, held)
-        return Described(fused_source(nodes), eager, call.choice)
+        return RowFacts(fused_source(nodes), eager, call.choice)
 
-    def describe_op(self, frame: FrameType | None) -> Described:
+    def describe_op(self, frame: FrameType | None) -> RowFacts:
         """Return the line of the node that an op computes, or that of the region's call."""
         while frame is not None:
             code = SEEN_KERNELS.code_in(frame)
             if code is not None:
-                note = code.notes.get(frame.f_lineno)
+                comment = code.comments.get(frame.f_lineno)
                 # the last one: those before made its inputs, if only by views
-                source = fused_source(self._noted(note)[-1:] if note is not None else ())
+                source = fused_source(self._named_in(comment)[-1:] if comment is not None else ())
                 held = KERNEL_NODES.held_by(code.key, code.buffers.get(frame.f_lineno, ()))
-                return Described(source or self.source, held)
+                return RowFacts(source or self.source, held)
             frame = frame.f_back
-        return Described(self.source)
+        return RowFacts(self.source)
 
-    def _noted(self, note: Note) -> list[Traced]:
+    def _named_in(self, comment: KernelComment) -> list[UserOp]:
         """Return the nodes of a comment.
 
         Of a backward pass it also names nodes of inductor's own graph,
         which may have the names of others in Dynamo's.
         """
-        own = {op.rpartition(".")[2] for op in note.ops} if self.phase == "backward" else ()
-        names = (name for name in note.nodes if re.sub(r"_\d+$", "", name) not in own)
+        own = {op.rpartition(".")[2] for op in comment.ops} if self.phase == "backward" else ()
+        names = (name for name in comment.nodes if re.sub(r"_\d+$", "", name) not in own)
         return [self.graph.lines[name] for name in names if name in self.graph.lines]
 
     def _step_to(
@@ -274,17 +274,18 @@ class Region:
         reads: list[list[int]],
         names: list[InputName],
         rows: Iterable[_Row],
-        describe: Describe | None = None,
+        describe: MakeRowFacts | None = None,
     ) -> None:
         arguments: dict[str, Any] = {"backend": self.graph.backend}
         if self.places.selection.level != "op":
             arguments[MISSES_PARAMETERS] = True
 
         def build(node: CallNode) -> None:
-            known = Described(self.source or source_of(self.scope))
             if describe is not None:
-                known = describe()
-            node.source = known.source
+                facts = describe()
+            else:
+                facts = RowFacts(self.source or source_of(self.scope))
+            node.source = facts.source
             sites = (
                 Site(
                     phase=self.phase,
@@ -294,12 +295,12 @@ class Region:
                     role=role,
                     **subject_of(name, phase=self.phase, role=role),
                     arguments=arguments_json(arguments if role == "graph" else {}),
-                    **known.fields(index),
+                    **facts.fields(index),
                 )
                 for op, index, role, name in rows
             )
-            node.sites = (*self.read.sites(node), *sites)
-            node.edges = [*self.read.row_edges, *(sorted(set(edges)) for edges in reads)]
+            node.sites = (*self.input_reads.sites(node), *sites)
+            node.edges = [*self.input_reads.row_edges, *(sorted(set(edges)) for edges in reads)]
 
         node = self.step.graph.step_to(
             func,
@@ -310,8 +311,8 @@ class Region:
             len(reads),
             build,
             consts=[part],
-            edges=self.read.row_edges,
+            edges=self.input_reads.row_edges,
         )
         if describe is None:
             self.source = node.source
-        self.read.row_edges.clear()
+        self.input_reads.row_edges.clear()

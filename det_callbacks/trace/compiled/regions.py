@@ -47,7 +47,7 @@ from det_callbacks.trace.unseen_writes import UnseenWriteCheck
 _EARLIER = f"{REGION}graph_compiled_earlier"
 
 
-class _Kernels(NamedTuple):
+class _RegionKernelWatcher(NamedTuple):
     """Sees the kernels of a region."""
 
     regions: "CompiledRegions"
@@ -158,13 +158,15 @@ class CompiledRegions:
             region.unseen |= why or {"no generated module"}
             return call()
         region.sees_kernels = True
-        with SEEN_KERNELS.of(modules, _Kernels(self, region)):
+        with SEEN_KERNELS.of(modules, _RegionKernelWatcher(self, region)):
             return call()
 
     def run_kernel(self, region: Region, call: KernelCall) -> Any:
         step, kernel, thread = self.step, call.kernel, get_ident()
-        places = [at for at in sorted(kernel.writes) if isinstance(call.arguments[at], Tensor)]
-        written = [call.arguments[at] for at in places]
+        written_indices = [
+            at for at in sorted(kernel.writes) if isinstance(call.arguments[at], Tensor)
+        ]
+        written = [call.arguments[at] for at in written_indices]
         if not written:
             return call.run()
         phase, scope = region.phase, region.scope
@@ -181,7 +183,7 @@ class CompiledRegions:
                 read, (value for at, value in tensors if at in kernel.writes - fresh)
             )
             step.deferred.before_writes(written)
-            # ops in it, such as those of autotuning, are no part of the graph
+            # ops in it, such as those of autotuning, are not part of the graph
             self._running_regions[thread] = None
             try:
                 out = call.run()
@@ -195,7 +197,7 @@ class CompiledRegions:
                 plan, phase, scope, out, written, call.arguments, {}
             )
             names = [self._name_of_written(phase, value) for value in outputs]
-            describe = partial(region.describe_kernel, call, places)
+            describe = partial(region.describe_kernel, call, written_indices)
             region.record_inner(kernel, kernel.op, outputs, reads, names, describe)
             self._check_inputs(mark, len(outputs), read, reads)
             step.counts.num_digested += 1

@@ -15,7 +15,8 @@ from det_callbacks.internals import dynamo
 from det_callbacks.internals.replaced import ReplacedMethods, wrapper_of
 from det_callbacks.internals.torch import CudaGraph
 from det_callbacks.trace.compiled.graphs import TracedGraph, describe_graph
-from det_callbacks.trace.compiled.kernels import KERNEL_NODES, SEEN_KERNELS
+from det_callbacks.trace.compiled.kernel_nodes import KERNEL_NODES
+from det_callbacks.trace.compiled.kernels import SEEN_KERNELS
 
 
 class ReplacedInTorch(ReplacedMethods):
@@ -25,21 +26,22 @@ class ReplacedInTorch(ReplacedMethods):
         super().__init__()
         self.watchers: list[Any] = []  # the CompiledRegions of the steps under way, outermost first
         self._followers: set[int] = set()
-        self._output_graph: Any = None  # looking it up takes 10 microseconds, and each step follows
+        self._output_graph: Any = None  # cached: each step needs it, and to look it up takes 10 us
+        self._inductor: dict[str, Any] = {}  # by method, its class, once it is imported
         self._instead: dict[str, Callable[..., Any]] = {
             dynamo.COMPILES_GRAPH: self._compile,
             "capture_begin": partial(self._notify, "before_capture"),
             "replay": partial(self._notify, "before_replay"),
             "__call__": self._run_inductor,
-            dynamo.COMMENTS_KERNEL: self._generate,
+            dynamo.COMMENTS_KERNEL: self._note_kernel_nodes,
             dynamo.MAKES_MODULE: self._make_module,
         }
         # the last one of each method, since each step may replace it
         self._wrappers: dict[str, Any] = {}
 
     def follow(self, follower: object) -> None:
-        """Name graphs compiled from now on, until ``unfollow``; imports Dynamo,
-        as every optimizer does.
+        """Have each graph that Dynamo compiles from now on report its runs, until ``unfollow``;
+        imports Dynamo, as every optimizer does.
         """
         # before replacing anything, so that ``unfollow`` restores it after Ctrl-C
         self._followers.add(id(follower))
@@ -53,13 +55,15 @@ class ReplacedInTorch(ReplacedMethods):
         """Follow the graphs that inductor runs, even those compiled before;
         there are none if it was never imported.
         """
-        for owner, name in (
-            (dynamo.inductor_graph(), "__call__"),
-            (dynamo.cpp_scheduling(), dynamo.COMMENTS_KERNEL),
-            (dynamo.lowering(), dynamo.MAKES_MODULE),
-        ):
-            if owner is not None:
-                self._replace(owner, name)
+        if len(self._inductor) < 3:
+            owners = {
+                "__call__": dynamo.inductor_graph(),
+                dynamo.COMMENTS_KERNEL: dynamo.cpp_scheduling(),
+                dynamo.MAKES_MODULE: dynamo.lowering(),
+            }
+            self._inductor = {name: owner for name, owner in owners.items() if owner is not None}
+        for name, owner in self._inductor.items():
+            self._replace(owner, name)
 
     def watch(self, watcher: Any) -> None:
         self.watchers.append(watcher)
@@ -119,17 +123,17 @@ class ReplacedInTorch(ReplacedMethods):
         run = partial(call_graph, graph, inputs)
         return self.watchers[-1].run_inductor(graph, run) if self.watchers else run()
 
-    def _generate(
+    def _note_kernel_nodes(
         self, comment: Callable[..., Any], scheduling: Any, nodes: Any, kernel: Any = None
     ) -> Any:
         if kernel is not None:
-            KERNEL_NODES.note(nodes, kernel)
+            KERNEL_NODES.remember_nodes(nodes, kernel)
         return comment(scheduling, nodes, kernel)
 
     def _make_module(self, make: Callable[..., Any], graph: Any) -> Any:
         module = make(graph)
-        KERNEL_NODES.note_module(graph)
-        SEEN_KERNELS.note_module(module)
+        KERNEL_NODES.remember_buffers(graph)
+        SEEN_KERNELS.keep_module(module)
         return module
 
     def _notify(
