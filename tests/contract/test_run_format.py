@@ -7,7 +7,7 @@ and CHANGELOG.md to say so.
 import json
 import struct
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,7 +15,7 @@ import pytest
 import xxhash
 from stored_runs import digests_of, record, small_layout, small_program
 
-from det_callbacks.runs.program import Role
+from det_callbacks.runs.program import Role, Site, SiteRow
 
 PROGRAM = "f33c3b2683cf5aca"
 SITES = "8e6d869a8e2077e9"
@@ -164,6 +164,23 @@ def test_the_sites_and_their_ids(run):
     ids = [xxh3_of_json(row[2:]) for row in (first, second)]
     assert [row[:2] for row in (first, second)] == [*enumerate(ids)]
     assert f"{xxh3(struct.pack('<2Q', *ids)):016x}" == SITES
+
+
+def test_every_column_of_a_site_is_in_its_id_and_what_explains_it_is_not_in_its_kind():
+    place: Any = {"phase": "forward", "module": "net", "role": "output"}
+    plain = SiteRow.of(Site(**place))
+    changes: dict[str, Any] = {
+        **dict.fromkeys(("phase", "module", "op", "of", "part", "eager_op", "eager_line"), "other"),
+        **{"output": 1, "role": "value", "subject": "tensor", "arguments": '{"p":1}'},
+        **{"varying": ("p",), "recomputed": True, "source": ("a.py:1",)},
+        **{"eager_call": 1, "eager_calls": 1, "choice": '{"XBLOCK":1}'},
+    }
+    assert changes.keys() == {*SITE_COLUMNS} - {"position", "site"}
+    explains = {"source", "eager_op", "eager_line", "eager_call", "eager_calls", "choice"}
+    for name, value in changes.items():
+        row = SiteRow.of(Site(**{**place, name: value}))
+        assert row.id != plain.id, name
+        assert (row.kind == plain.kind) == (name in explains), name
 
 
 def test_a_program_and_its_name(run):
