@@ -374,7 +374,7 @@ def test_a_long_text_that_every_row_repeats_is_counted_before_it_is_repeated(tmp
     path = tmp_path / "0.parquet"
     pq.write_table(pa.table(columns, schema=schema), path, compression="zstd")
     assert path.stat().st_size < 400_000
-    with pytest.raises(ReferenceFormatError, match=r"600,\d+,\d+ bytes of text") as caught:
+    with pytest.raises(ReferenceFormatError, match=r"60\d,\d+,\d+ bytes of text") as caught:
         tables._read_sites(path)
     assert str(path) in str(caught.value)
 
