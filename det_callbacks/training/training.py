@@ -1,7 +1,8 @@
 """The facts that a run needs about the training."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from inspect import getattr_static
+from functools import cache
+from inspect import getattr_static, signature
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,8 @@ class Training:
     choices: Mapping[str, Any]
     # order and hook -> user code that runs there, and may advance a generator
     hooks: Mapping[tuple[str, str], str]
-    # each with its interval ("epoch"; "" for unknown), or None if unknown
+    # each with its interval, such as "epoch"; "" for one that was only found, of which the run has
+    # where it is in its schedule. None if they are unknown
     schedulers: Sequence[tuple[Any, str]] | None = None
     scaler: Any = None  # gradient scaler of mixed precision
     loaders: Mapping[str, Any] | None  # by name, or None before they are known
@@ -122,10 +124,11 @@ class Training:
         must not wait for a device.
         """
         with unobserved():
-            for number, (scheduler, _) in enumerate(self.schedulers or ()):
+            for number, (scheduler, interval) in enumerate(self.schedulers or ()):
                 name = type(scheduler).__name__
                 shown = f"{name} {number}" if number else name
-                for key, value in _state_of(scheduler).items():
+                state = _state_of(scheduler) if interval else _progress_of(scheduler)
+                for key, value in state.items():
                     yield from flatten(value, further_name(shown, key))
             if self.scaler is not None:
                 for key, tensor in scaler_state(self.scaler).items():
@@ -159,6 +162,23 @@ class Training:
 
     def require_replicas(self) -> None:
         """Raise ``SettingsError`` if it is unknown which ranks hold the same parameters."""
+
+
+def _progress_of(scheduler: Any) -> Mapping[str, Any]:
+    """Return where a scheduler is in its schedule: its state without the arguments of its
+    constructor and the learning rates, which the options of the optimizer show.
+    """
+    arguments = _arguments_of(type(scheduler))
+    return {
+        key: value
+        for key, value in _state_of(scheduler).items()
+        if key == "last_epoch" or not ("lr" in key or key.lstrip("_") in arguments)
+    }
+
+
+@cache
+def _arguments_of(kind: Any) -> frozenset[str]:
+    return frozenset(signature(kind).parameters)
 
 
 def _state_of(scheduler: Any) -> Mapping[str, Any]:
