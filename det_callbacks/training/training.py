@@ -168,7 +168,8 @@ def _progress_of(scheduler: Any) -> Mapping[str, Any]:
     """Return where a scheduler is in its schedule: its state without the arguments of its
     constructor and the learning rates, which the options of the optimizer show.
     """
-    arguments = _arguments_of(type(scheduler))
+    kind: Any = type(scheduler)
+    arguments = _arguments_of(kind)
     return {
         key: value
         for key, value in _state_of(scheduler).items()
