@@ -48,8 +48,8 @@ _TODO: Mapping[DataChange, str] = {
 }
 _UNRECORDED = (
     "No DataLoader gave the batch, and the recorded generators match, so it comes from something "
-    "that was not recorded: a separate generator (numpy.random.default_rng() without a seed), an "
-    "environment, or a file"
+    "that was not recorded: a separate generator (numpy.random.default_rng() without a seed), the "
+    "order of a set, an environment, or a file"
 )
 _SHUFFLE = (
     "What shuffles the data (a generator, a seed, set_epoch) has to be restored to what it was "
@@ -305,8 +305,10 @@ def batch_lines(graph: Graph) -> list[str]:
     tensors = [item for item in graph.sources if item.divergence.phase == "data"]
     if not tensors:
         return []
-    names = [source_name(item) for item in tensors if item.site.role != "samples"]
-    known = [f"different bits in {listed(names) or 'its samples'}", *_of_batch(graph)]
+    in_both = [item for item in tensors if item.divergence.kind not in ("missing", "extra")]
+    names = [source_name(item) for item in in_both if item.site.role != "samples"]
+    bits = [f"different bits in {listed(names) or 'its samples'}"] * bool(in_both)
+    known = [*bits, *_of_batch(graph)]
     return [*(f"batch: {one}" for one in known), *(f"loader: {one}" for one in _of_loader(graph))]
 
 

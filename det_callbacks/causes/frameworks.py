@@ -19,7 +19,7 @@ RESTORED_BY: Mapping[str, Mapping[str, str]] = {
         "accelerate": "accelerator.load_state, after accelerator.prepare(optimizer)",
     },
     "options": {
-        "torch": "scheduler.load_state_dict, after optimizer.load_state_dict",
+        "torch": "optimizer.load_state_dict, and after it scheduler.load_state_dict",
         "lightning": "fit(ckpt_path=...)",
         "transformers": _BY_BOTH_FILES,
         "accelerate": "accelerator.load_state, after accelerator.prepare(scheduler)",
@@ -60,20 +60,6 @@ SAVE_VALUE: Mapping[str, str] = {
     "torch": "save that value with the checkpoint, or keep it in a buffer",
 }
 """How a Python value that a checkpoint lacks gets into it."""
-
-RESTORED_WHEN: Mapping[str, str] = {
-    "torch": "",
-    "lightning": ', or pass ckpt_path to fit with resume="exact"',
-    "accelerate": (
-        ". load_state restores them, and a loader that starts after it draws from them again: call "
-        "it once the first batch is loaded"
-    ),
-    "transformers": (
-        ". The Trainer restores them after it loads the first batch: let the data set draw from a "
-        "generator that it seeds with the sample's index"
-    ),
-}
-"""When generators are restored, as the end of a sentence."""
 
 
 def of_framework(texts: Mapping[str, str], framework: str) -> str:

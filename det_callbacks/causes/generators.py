@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
-from det_callbacks.causes.frameworks import RESTORED_WHEN, of_framework
+from det_callbacks.causes.frameworks import RESTORED_BY, of_framework
 from det_callbacks.causes.graph import Explanation, Graph, Node, Walk
 from det_callbacks.compare.evidence import Evidence, GeneratorChange
 from det_callbacks.runs.evidence import (
@@ -204,9 +204,9 @@ def advise_draws(graph: Graph) -> str:
 
 def restore_generators(graph: Graph) -> str:
     return (
-        "The resume did not restore the generators to what they were before this batch was loaded: "
-        "save their states with the checkpoint, and restore them before the first batch is loaded"
-    ) + of_framework(RESTORED_WHEN, graph.framework)
+        "The resume did not restore the generators to what they were here. What restores one: "
+        f"{of_framework(RESTORED_BY['generators'], graph.framework)}"
+    )
 
 
 def draws_in_one_run(graph: Graph) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from det_callbacks.causes.frameworks import SAVE_VALUE, of_framework
 from det_callbacks.causes.graph import Explanation, Graph, Walk
-from det_callbacks.causes.sentences import place
+from det_callbacks.causes.sentences import place, side_of
 from det_callbacks.causes.settings import explaining_setting
 from det_callbacks.causes.states import bits_at
 from det_callbacks.compare.differences import RowDifference
@@ -58,6 +58,37 @@ def other_gradients(graph: Graph, walk: Walk) -> Explanation | None:
         return None
     what, advice = found
     return Explanation(cause="optimizer", text=f"{place(graph)}: {what}", advice=advice)
+
+
+def other_number_of_batches(graph: Graph, walk: Walk) -> Explanation | None:
+    """A step that an update ends has more batches in one run.
+
+    Causes: optimizer
+
+    Example:
+        Step 7: the reference updates the parameters after batch 1 of the step, and the current run
+        only after batch 2. Check what calls optimizer.step(): a condition or a gradient scaler may
+        skip it.
+    """
+    difference, kind = graph.difference, graph.first.divergence.kind
+    batches = [
+        max((site.batch for site in view.program.sites), default=0)
+        for view in (difference.reference, difference.current)
+    ]
+    is_same = batches[0] == batches[1] or kind not in ("missing", "extra")
+    if is_same or explaining_setting(graph) is not None:
+        return None
+    runs = ("reference", "current run")
+    first = int(batches[1] < batches[0])
+    return Explanation(
+        cause="optimizer",
+        text=(
+            f"{place(graph)}: the {runs[first]} updates the parameters after batch "
+            f"{batches[first]} of the step, and the {runs[1 - first]} only after batch "
+            f"{batches[1 - first]}"
+        ),
+        advice=_CHECK_CALLS,
+    )
 
 
 def _other_updates(graph: Graph) -> tuple[str, str] | None:
@@ -173,7 +204,30 @@ def first_difference(graph: Graph, walk: Walk) -> Explanation:
         Step 7, forward: aten.mul.Tensor #5 in net.chain (train.py:45, forward) produced different
         bits; its inputs match, so the difference starts here.
     """
-    return Explanation(cause=cause_of_first(graph), advice=advise_lost_value(graph))
+    advice = _advise_on_one_run(graph) or advise_lost_value(graph)
+    return Explanation(cause=cause_of_first(graph), advice=advice)
+
+
+def _advise_on_one_run(graph: Graph) -> str:
+    """Return what to check if the first difference is a draw, or a sum of gradients, that only one
+    run has; "" for any other.
+    """
+    first = graph.first.divergence
+    if first.kind not in ("missing", "extra") or not first.op:
+        return ""
+    side = side_of(first)
+    if graph.draws(graph.first.row):
+        return (
+            f"Only the {side} draws in {first.module or 'this model'}: compare its train() or "
+            "eval() mode, and the arguments of its dropout"
+        )
+    is_sum = first.phase == "backward" and first.op.startswith("aten.add")
+    if is_sum and graph.first.site.subject == "gradient":
+        return (
+            f"The {side} adds to a gradient that the parameter already had: check where the "
+            "gradients are cleared (zero_grad), and how often backward() runs"
+        )
+    return ""
 
 
 def cause_of_first(graph: Graph) -> Cause:

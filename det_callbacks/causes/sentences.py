@@ -303,8 +303,10 @@ def how_it_entered(phase: str, found: Sequence[RowDifference], graph: Graph) -> 
     """
     subject, part = _SUBJECTS[phase]
     in_order = sorted(found, key=lambda one: one.divergence.name is None)
-    names = list(dict.fromkeys(map(source_name, in_order)))
     kinds = {one.divergence.kind for one in found}
+    in_one = [one for one in in_order if one.divergence.kind in ("missing", "extra")]
+    in_both = [one for one in in_order if one not in in_one]
+    names = list(dict.fromkeys(map(source_name, in_both or in_order)))
     layouts = next((one.layouts for one in found if one.layouts is not None), None)
     shown = listed(names)
     of_model = [name for name in names if name not in graph.further]
@@ -321,6 +323,10 @@ def how_it_entered(phase: str, found: Sequence[RowDifference], graph: Graph) -> 
         return f"{part} exists in one run only ({shown})"
     if kinds in ({"missing"}, {"extra"}):
         return f"{part} exists only in the {side_of(in_order[0].divergence)} ({shown})"
+    if in_one:
+        sides = {side_of(one.divergence) for one in in_one}
+        only = f"only in the {sides.pop()}" if len(sides) == 1 else "in one run only"
+        shown += f"; {only}: {listed(dict.fromkeys(map(source_name, in_one)))}"
     return f"{subject} differs ({shown})"
 
 

@@ -296,12 +296,13 @@ def _of_source(graph: Graph, walk: Walk) -> Explanation | None:
 
 REACHED: Mapping[TrailKind, Sequence[Rule]] = {
     "state": (states.initial_state,),
-    "batch": (data.drawn_before_data, data.batch),
+    "batch": (ops.other_number_of_batches, data.drawn_before_data, data.batch),
     "generator": (programs.recomputation, generators.generator),
 }
 """What a seed, a generator or a loader means, by the first compared row that it reaches."""
 
 _OF_ROWS: Sequence[Rule] = (
+    ops.other_number_of_batches,
     programs.another_length,
     programs.recomputation,
     generators.drawn_in_one_run,

@@ -382,6 +382,13 @@ class _StepNumerics:
             is_kept = [at in kept for at, kept in zip(positions, self._kept, strict=True)]
             if all(is_kept):
                 shown = self._difference.describe(row_of[compiled][positions[compiled]])
+                digests = [
+                    format_digest(int(view.record.digests[at]))
+                    for view, at in zip(self._views, positions, strict=True)
+                ]
+                shown = replace(
+                    shown, kind="content", reference_digest=digests[0], current_digest=digests[1]
+                )
                 yield self._compared(shown, positions[:1], positions[1:])
             else:
                 self.not_compared["only one run kept it"] += any(is_kept)

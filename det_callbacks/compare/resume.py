@@ -22,6 +22,7 @@ from det_callbacks.text import listed
 from det_callbacks.verdict import Restored, Resume
 
 MAX_NAMED = 4  # steps in a message
+MIN_SHARE = 0.5  # of the changed parameters and buffers, in a run that resumed without all of them
 
 
 def find_resumed_step(
@@ -31,8 +32,9 @@ def find_resumed_step(
     or None if none did.
 
     A fit that begins with the state that the reference began with is not resumed. Parameters and
-    buffers have to be equal. If several steps left the same ones, the optimizer state and the batch
-    of the following step tell which it was. Reads the digests of each step of the fit once.
+    buffers have to be equal, or else half of those that the steps until then have changed. If
+    several steps left the same ones, the optimizer state and the batch of the following step tell
+    which it was. Reads the digests of each step of the fit once, or twice.
 
     Args:
         run: the reference.
@@ -50,6 +52,7 @@ def find_resumed_step(
     if not steps or _matches(_began_with(run, rank, segment, steps[0]), state):
         return None
     found = [*_left_by(run, rank, segment, steps, state)]
+    found = found or _mostly_left_by(run, rank, segment, steps[:-1], state)
     whole = [
         step for step in found if _matches(_left(run, rank, segment, step), state, is_whole=True)
     ]
@@ -89,13 +92,43 @@ def _left_by(
                 yield step
 
 
+def _mostly_left_by(
+    run: Run, rank: int, segment: int, steps: list[int], state: Mapping[str, int]
+) -> list[int]:
+    """Return the steps that left most of a state, where a resume restored at least half of what
+    they had changed.
+    """
+    if not steps:
+        return []
+    began = _began_with(run, rank, segment, steps[0])
+    names: dict[int, list[str]] = {}
+    shares: dict[int, float] = {}
+    for step in steps:
+        record = run.rank(rank).read(segment, step)
+        if record.program_id not in names:
+            left = _tensors_left(run.view(rank, segment, step).program)
+            is_same = all(name in left for name in _tensors_of(state, left))
+            names[record.program_id] = [name for name in left if name in state] if is_same else []
+        left = _left(run, rank, segment, step)
+        changed = [name for name in names[record.program_id] if left[name] != began.get(name)]
+        if changed:
+            shares[step] = sum(left[name] == state[name] for name in changed) / len(changed)
+    most = max(shares.values(), default=0.0)
+    return [step for step, share in shares.items() if share == most] if most >= MIN_SHARE else []
+
+
+def _tensors_left(program: Program) -> dict[str, int]:
+    """Return the parameters and buffers that a step left, with their positions."""
+    return {
+        site.of: position for position, site in state_at_end(program) if site.subject == "tensor"
+    }
+
+
 def _expected(program: Program, state: Mapping[str, int]) -> tuple[np.ndarray, np.ndarray] | None:
     """Return the positions of a program's parameters and buffers at the end,
     and their digests in ``state``.
     """
-    left = {
-        site.of: position for position, site in state_at_end(program) if site.subject == "tensor"
-    }
+    left = _tensors_left(program)
     names = [name for name in left if name in state]
     if not names or any(name not in left for name in _tensors_of(state, left)):
         return None

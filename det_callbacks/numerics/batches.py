@@ -4,6 +4,7 @@ The model runs on the whole batch, on its parts, and on batches of the same size
 samples are replaced (``batch_passes.py``).
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from det_callbacks.compare.align import match_keys
 from det_callbacks.digest.components import measure_tensors
+from det_callbacks.digest.numbers import Measure
 from det_callbacks.errors import NothingComparedError
 from det_callbacks.internals import dynamo
 from det_callbacks.numerics.batch_passes import (
@@ -150,6 +152,10 @@ def _checked_sizes(sizes: Sequence[int] | None, num_samples: int) -> list[int]:
     return sorted(set(sizes))
 
 
+def _ulps_of(measure: Measure) -> float:
+    return math.inf if measure.ulp is None else measure.ulp  # none of a NaN or an infinity
+
+
 class _Check:
     """Runs the passes over one batch, and draws the conclusion."""
 
@@ -166,7 +172,7 @@ class _Check:
         self._rows: list[Row] = []
         self._alignments: dict[int, Alignment] = {}  # by size of the batch
         self._failed: dict[int, Exception] = {}  # by size of the batch
-        self._found_in: dict[int, Part] = {}  # row -> the first part in which it differs
+        self._found_in: dict[int, list[Part]] = {}  # row -> the parts in which it differs
 
     def run(self, sizes: Sequence[int], *, may_leave_out: bool) -> BatchInvarianceReport:
         everything = (*range(self._num_samples),)
@@ -236,7 +242,7 @@ class _Check:
             compared = self._compared(part)
             found.add(_Differences(compared.differing, compared.missing, compared.reordered))
             for row in compared.differing:
-                self._found_in.setdefault(row, part)
+                self._found_in.setdefault(row, []).append(part)
         return found
 
     def _pass(self, part: Part, ops: OpsType) -> OpsType:
@@ -373,18 +379,21 @@ class _Check:
                     unknown.add(index)
         return begun
 
-    def _measures(self, wanted: Sequence[int]) -> dict[int, Any]:
+    def _measures(self, wanted: Sequence[int]) -> dict[int, Measure]:
+        """Return the largest distance of a sample from the whole batch, for some rows."""
         by_part: dict[Part, list[int]] = defaultdict(list)
         for index in wanted:
-            by_part[self._found_in[index]].append(index)
-        measures = {}
+            for part in self._found_in[index]:
+                by_part[part].append(index)
         everything = (*range(self._num_samples),)
+        whole = self._compared(Part(everything, everything), wanted).kept
+        found: dict[int, list[Measure]] = defaultdict(list)
         for part, indices in by_part.items():
-            whole = Part(everything, tuple(part.compared_samples))
-            references, currents = (self._compared(one, indices).kept for one in (whole, part))
-            for index in references.keys() & currents.keys():
-                measures[index] = measure_tensors(references[index], currents[index])
-        return measures
+            for index, samples in self._compared(part, indices).kept.items():
+                if index in whole:
+                    of_whole = whole[index][part.compared_samples]
+                    found[index].append(measure_tensors(of_whole, samples))
+        return {index: max(measures, key=_ulps_of) for index, measures in found.items()}
 
     def _op(self, index: int, kind: Kind, **options: Any) -> BatchOp:
         row = self._rows[index]
@@ -404,9 +413,14 @@ class _Check:
         outputs = [(index, row) for index, row in enumerate(self._rows) if not row.key[1]]
         if not outputs:
             yield "output"  # it holds no tensor
+        # a loss may be computed over all samples, but not everything that the model returns
+        is_one_compared = any(row.digests is not None for _, row in outputs)
         for index, row in outputs:
-            if row.why == "not_followed" or any(
-                index in found.missing for found in by_size.values()
+            is_left_out = row.digests is None and not is_one_compared
+            if (
+                is_left_out
+                or row.why == "not_followed"
+                or any(index in found.missing for found in by_size.values())
             ):
                 yield row.key[0]
 

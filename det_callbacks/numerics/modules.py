@@ -35,7 +35,8 @@ from det_callbacks.trace.leaves import flatten
 
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any] | Callable[[int], Any]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-Values = dict[tuple[Phase, str], SavedTensor]
+Values = dict[tuple[Phase, str], list[SavedTensor]]
+"""By phase and name; of a submodule that is called several times, several tensors."""
 """(phase, name) -> a copy of a tensor that an iteration computed, in order;
 numbers become tensors.
 """
@@ -87,8 +88,9 @@ def compare_modules(
             are compared; () for none.
         seed: seed of iteration 0; iteration i has seed + i.
         join: dimension in which the outputs of a submodule's calls in one iteration are joined,
-            such as that of the tokens: one side computes them together, the other one by one. The
-            default compares call by call.
+            such as that of the tokens: one side computes them together, the other one by one. An
+            output without it is joined in the one that gives both sides the same shape, or is not
+            compared. The default compares call by call.
 
     Returns:
         The report; ``report.assert_close()`` raises if a tensor is beyond its tolerance.
@@ -117,6 +119,8 @@ def compare_modules(
         raise ValueError(f"iterations must be an integer >= 1; got {iterations!r}")
     if type(seed) is not int or not 0 <= seed <= MAX_SEED:
         raise ValueError(f"seed must be an integer from 0 to {MAX_SEED}; got {seed!r}")
+    if join is not None and type(join) is not int:
+        raise ValueError(f"join must be the number of a dimension, or None; got {join!r}")
     given = None if rtol is None or atol is None else Tolerance(float(rtol), float(atol))
     is_lone = (rtol is None) != (atol is None)
     if is_lone or not all(0 <= tolerance < math.inf for tolerance in given or ()):
@@ -128,7 +132,7 @@ def compare_modules(
     # restores flags and generators
     with torch.inference_mode(False), enforce_determinism(DeterminismSettings.choose()):
         has_compiled = _is_compiled(base) or _is_compiled(control)
-        options: dict[str, Any] = {"loss": loss, "seed": seed, "join": join}
+        options: dict[str, Any] = {"loss": loss, "seed": seed, "joins": join is not None}
         options["make_optimizer"] = optimizer or partial(torch.optim.SGD, lr=0.01)
         options["patterns"] = () if has_compiled else as_names("modules", modules)
         base_side = _Side(label="base", module=_copy_of("base", base), **options)
@@ -138,7 +142,7 @@ def compare_modules(
             # once for both sides, since it may draw random numbers
             call = _call_of(inputs, iteration)
             values = base_side.run(iteration, call), control_side.run(iteration, call)
-            found += _compared(*values, iteration, given)
+            found += _compared(*values, iteration, given, join or 0)
     if not any(comparison.decides for comparison in found):
         raise NothingComparedError(
             "The modules have no parameters, buffers or outputs, so nothing was compared; both "
@@ -155,17 +159,23 @@ def compare_modules(
 
 
 def _compared(
-    base: Values, control: Values, iteration: int, given: Tolerance | None
+    base: Values, control: Values, iteration: int, given: Tolerance | None, join: int
 ) -> Iterator[TensorComparison]:
     """Yield the comparisons of an iteration in the order of the base;
     tensors of the control alone come last.
     """
     order = [*PHASES]
     for phase, name in sorted({**base, **control}, key=lambda key: order.index(key[0])):
-        one, other = base.get((phase, name)), control.get((phase, name))
+        calls = base.get((phase, name), []), control.get((phase, name), [])
+        one, other = ((side[0] if side else None) for side in calls)
         # submodules may be merged or replaced; only those that both sides ran locate a difference
         if phase == "module" and (one is None or other is None):
             continue
+        if max(map(len, calls)) > 1:
+            together = _alike(*calls, join)
+            if together is None:
+                continue  # nothing says which parts belong together
+            one, other = together
         kind: Kind = "extra" if one is None else "missing" if other is None else "structure"
         measured: dict[str, Any] = {"excess": math.inf}
         if (
@@ -265,7 +275,7 @@ class _Side:
     loss: Callable[[Any], Tensor] | None
     make_optimizer: OptimizerFactory
     seed: int
-    join: int | None
+    joins: bool
     patterns: tuple[str, ...]
     optimizer: torch.optim.Optimizer | None = None
 
@@ -309,14 +319,14 @@ class _Side:
             if isinstance(value, bool | int | float | complex):
                 value = torch.from_numpy(np.asarray(value))  # keeps double precision
             if isinstance(value, Tensor):
-                found["output", name] = _copied(name, value)
+                found["output", name] = [_copied(name, value)]
         loss = (
             _default_loss([value for _, value in leaves], seed)
             if self.loss is None
             else self.loss(output)
         )
         if loss is not None:
-            found["loss", "loss"] = _copied("loss", loss)
+            found["loss", "loss"] = [_copied("loss", loss)]
             if loss.requires_grad:
                 loss.backward()
         # in the order of the backward pass: an error in one layer spreads to all layers before it
@@ -328,7 +338,7 @@ class _Side:
             named, *(flatten(arguments, "input") for arguments in (args, kwargs))
         ):
             if isinstance(leaf, Tensor) and leaf.is_leaf and leaf.grad is not None:
-                found["gradient", name] = _copied(name, leaf.grad)
+                found["gradient", name] = [_copied(name, leaf.grad)]
         parameters = [
             parameter for parameter in self.module.parameters() if parameter.requires_grad
         ]
@@ -342,7 +352,9 @@ class _Side:
     def _add_state(self, found: Values, parameters: Phase, buffers: Phase) -> None:
         named = self.module.named_parameters(), self.module.named_buffers()
         for phase, tensors in zip((parameters, buffers), named, strict=True):
-            found |= {(phase, _plain_name(name)): _copied(name, tensor) for name, tensor in tensors}
+            found |= {
+                (phase, _plain_name(name)): [_copied(name, tensor)] for name, tensor in tensors
+            }
 
     def _submodules_into(self, found: Values) -> AbstractContextManager[Any]:
         """Return a context in which the outputs of submodules are added to ``found``.
@@ -359,44 +371,44 @@ class _Side:
 
         def add(module: nn.Module, _: Any, output: Any) -> None:
             if (name := names.get(id(module))) is not None:
-                call = (
-                    f"{name} #{num_calls[name]}" if num_calls[name] and self.join is None else name
-                )
+                call = f"{name} #{num_calls[name]}" if num_calls[name] and not self.joins else name
                 num_calls[name] += 1
                 for path, leaf in flatten(output, call):
                     if isinstance(leaf, Tensor):
-                        found["module", path] = self._joined(
-                            found.get(("module", path)), _copied(path, leaf)
-                        )
+                        found.setdefault(("module", path), []).append(_copied(path, leaf))
 
         return register_module_forward_hook(add) if names else nullcontext()
 
-    def _joined(self, earlier: SavedTensor | None, later: SavedTensor) -> SavedTensor:
-        """Return what two calls of a submodule computed as one tensor,
-        or the later if they do not fit together.
-        """
-        num_dims = len(later.shape)
-        if (
-            earlier is None
-            or self.join is None
-            or earlier.dtype != later.dtype
-            or len(earlier.shape) != num_dims
-        ):
-            return later
-        if not -num_dims <= self.join < num_dims:
-            return later
-        at = self.join % num_dims
-        if any(
-            one != other
-            for dim, (one, other) in enumerate(zip(earlier.shape, later.shape, strict=True))
-            if dim != at
-        ):
-            return later
-        # the last dimension holds the bytes of an element
-        parts = [part.bits.reshape(*part.shape, -1) for part in (earlier, later) if part.bits.size]
-        joined = np.concatenate(parts, axis=at) if parts else later.bits
-        shape = (*later.shape[:at], earlier.shape[at] + later.shape[at], *later.shape[at + 1 :])
-        return replace(later, shape=shape, bits=joined.reshape(-1))
+
+def _alike(
+    base: Sequence[SavedTensor], control: Sequence[SavedTensor], join: int
+) -> tuple[SavedTensor, SavedTensor] | None:
+    """Return the outputs of a submodule's calls on both sides as one tensor each, joined in the
+    dimension ``join`` or else in another that gives both the same shape; None if none does.
+    """
+    num_dims = len(base[0].shape)
+    first = [join % num_dims] if -num_dims <= join < num_dims else []
+    for dim in dict.fromkeys([*first, *range(num_dims)]):
+        one, other = _joined(base, dim), _joined(control, dim)
+        if one is not None and other is not None and one.shape == other.shape:
+            return one, other
+    return None
+
+
+def _joined(parts: Sequence[SavedTensor], dim: int) -> SavedTensor | None:
+    """Return tensors joined in a dimension; None if they differ in another one."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    others = {(*part.shape[:dim], -1, *part.shape[dim + 1 :]) for part in parts}
+    if len(others) > 1 or any(part.dtype != first.dtype for part in parts):
+        return None
+    # the last dimension holds the bytes of an element
+    filled = [part.bits.reshape(*part.shape, -1) for part in parts if part.bits.size]
+    joined = np.concatenate(filled, axis=dim) if filled else first.bits
+    length = sum(part.shape[dim] for part in parts)
+    shape = (*first.shape[:dim], length, *first.shape[dim + 1 :])
+    return replace(first, shape=shape, bits=joined.reshape(-1))
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -61,6 +61,7 @@ SubjectKind = Literal[
 HOST_GENERATORS = ("python", "numpy")
 AT_END, PASSED = "at the end", "passed"  # parts of generators
 _FURTHER = re.compile(r"state of (.*?): (.*)", re.DOTALL)
+_BATCH = re.compile(r"batch(?: (\d+))?(?![\w ])")  # "batch[0]", "batch 2.x"
 _AFTER_STEP, _ON = " after the step", "generator on "
 
 
@@ -183,6 +184,12 @@ class Site(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         if self.subject == "generator" and self.part:
             return after_step(self.of) if self.part == AT_END else passed_on(self.of)
         return self.of if self.subject else None
+
+    @property
+    def batch(self) -> int:
+        """Number of the batch in its step, from 1, of which it is a tensor; 0 if it is of none."""
+        found = _BATCH.match(self.of) if self.phase == "data" and self.subject == "tensor" else None
+        return 0 if found is None else int(found[1] or 1)
 
     @property
     def is_loss(self) -> bool:

@@ -75,8 +75,10 @@ class RunArguments:
         for name, flag in (("overwrite", overwrite), ("log_metrics", log_metrics)):
             if not isinstance(flag, bool):
                 raise SelectionError(f"{name} must be True or False; got {flag!r}.")
-        if isinstance(stages, str) or not stages:
-            raise SelectionError(f"stages must be a list such as ['fit', 'test']; got {stages!r}.")
+        if isinstance(stages, str) or not stages or len({*stages}) < len(stages):
+            raise SelectionError(
+                f"stages must be a list of different words such as ['fit', 'test']; got {stages!r}."
+            )
         for stage in stages:
             require_one_of("stages", stage, Stage)
         self.stages: tuple[Stage, ...] = tuple(stages)

@@ -65,6 +65,12 @@ def choice(name: str, reference: Any, current: Any) -> EnvironmentDifference:
     )
 
 
+def with_a_second_batch(step: StepBuilder, now: bool) -> None:
+    step.named("batch[0]", 1, phase="data")
+    if now:
+        step.named("batch 2[0]", 2, phase="data")
+
+
 def without_a_gradient(step: StepBuilder, now: bool) -> None:
     for name in ("net.weight", "head.weight", "head.bias")[: 3 - now]:
         step.named(f"grad of {name}", len(name), phase="gradient")
@@ -169,6 +175,7 @@ EXAMPLES: Mapping[str, Callable[[Path], Verdict]] = {
     "scripted module": scripted,
     "another order": built(of_swapped_lines),
     "other gradients": built(without_a_gradient),
+    "other number of batches": built(with_a_second_batch),
     "outside input": built(from_outside),
     "structure": built(of_a_shape),
     "first difference": changed(noise_at=5),
@@ -182,7 +189,7 @@ TRAILS = """
     drawn before data: boundary generator? indices loaded batch | batch: outside? loaded? batch
     generator: boundary generator generator | drawn in one run: op | another length: op | recomputation: generator
     compiled in one run: region | collective in one run: collective | compiled graph: region | scripted module: op
-    another order: op | other gradients: gradient | outside input: outside
+    another order: op | other gradients: gradient | other number of batches: outside? batch | outside input: outside
     structure: op | first difference: op
 """  # noqa: E501  # a text
 """The kinds of each example's trail, the root first; those that may have been

@@ -9,6 +9,7 @@ from compiling import COMPILING, generates_anew
 from numerics_loops import loop, numerics_of
 from torch import Tensor, nn
 
+from det_callbacks import TrainingRun
 from det_callbacks.runs.store import Run
 
 pytestmark = [*COMPILING, pytest.mark.slow, pytest.mark.usefixtures("generates_anew")]
@@ -87,3 +88,20 @@ def test_which_op_makes_a_tensor_is_not_part_of_the_kind_of_its_site(tmp_path):
         "aten.gelu_backward.default",
     }
     assert {site.eager_calls for site in known if site.op == "aten.addmm.out"} == {1}
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_a_graph_for_any_size_is_recorded(dynamic, tmp_path):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    model, optimizer = torch.compile(net, dynamic=dynamic), torch.optim.SGD(net.parameters(), 0.1)
+    run = TrainingRun(tmp_path / "run", mode="record", model=net, optimizers=optimizer)
+    with run:
+        for size in (4, 6, 5):
+            batch = torch.randn(size, 4)
+            with run.step(batch):
+                model(batch).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    sites = Run.open(tmp_path / "run").view(rank=0, segment=0, step=2).program.sites
+    assert any(site.eager_op == "aten.relu.default" for site in sites)

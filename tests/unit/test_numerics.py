@@ -401,4 +401,4 @@ def test_calls_that_do_not_fit_together_are_not_joined():
 
     report = compare_modules(Uneven(), Uneven(), torch.randn(2, 3, 4), iterations=1, join=1)
     assert report.equal
-    assert [one.base for one in report.comparisons if one.phase == "module"] == ["float32 [4]"]
+    assert not [one for one in report.comparisons if one.phase == "module"], "nothing is shown"

@@ -116,9 +116,10 @@ def _call_of(node: fx.Node) -> Hashable:
     return node if str(node.target) == op else (op, node.meta.get("seq_nr"))
 
 
-def _shape_of(node: fx.Node) -> tuple[Any, ...] | None:
+def _shape_of(node: fx.Node) -> tuple[str, ...] | None:
+    """Return the shape of what a node computes, as text, because a size may be a symbol."""
     value = node.meta.get("val")
-    return tuple(value.shape) if isinstance(value, Tensor) else None
+    return tuple(map(str, value.shape)) if isinstance(value, Tensor) else None
 
 
 def _is_view(target: Any) -> bool:
