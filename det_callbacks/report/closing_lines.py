@@ -191,6 +191,15 @@ def no_batch_text(call: str, *, reference: Path | None) -> str:
     )
 
 
+def no_stage_text(stages: Sequence[str], *, reference: Path | None) -> str:
+    """Return the error of a program that called nothing that was to be recorded."""
+    calls = listed([f"trainer.{stage}" for stage in stages])
+    return (
+        f"The program did not call {calls}, so nothing was recorded in, or compared with, "
+        f"{reference}. Add what it calls to stages."
+    )
+
+
 def _compared(verdict: Verdict, level: str) -> str:
     counts, coverage = verdict.counts, verdict.coverage
     metrics = [count(coverage.metrics, "metric")] if coverage.metrics else []

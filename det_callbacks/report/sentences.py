@@ -238,7 +238,7 @@ def advise_metric(metric: MetricDifference) -> str:
             if seeds
             else "check the data that the metric is computed from"
         )
-        return f"The {row.shown} differs, so {todo}"
+        return f"There is a difference in the {row.shown}, so {todo}"
     if metric.is_after_gap:
         return begun_before("The difference may have started", reading.step + 1, metric.choices)
     later = (
@@ -264,7 +264,7 @@ def explain_unfinished(records: Mapping[int, RankRecord]) -> str:
     last = []
     for rank, record in records.items():
         if record.is_unfinished and (stop := record.stopped) is not None:
-            known = f"steps until {stop.step}" if stop.step >= 0 else "no step"
+            known = f"steps until {stop.step}" if stop.step >= 0 else "no step that it had noted"
             last.append(known + (f" on rank {rank}" if len(records) > 1 else ""))
     if not last:
         return ""

@@ -40,6 +40,7 @@ CONFIGURATION = "config."  # a key of an application's configuration
 COMMIT = "code.git_commit"
 CHANGED_FILE = "code.file."  # digest of a source file that differs from the commit
 SETTINGS = "settings."  # one that det_callbacks enforced
+STAGES = "stages"  # what each part of the run is, if not all are fits: "fit", "test"
 WITHOUT_EFFECT = "settings without effect"  # sentences on settings that could not act
 OPTIMIZER = "optimizer"  # classes of the optimizers; prefix of their options
 FOLLOWED = "loop.followed"  # the models and optimizers of a script that was followed
@@ -83,7 +84,7 @@ class EnvironmentEntry:
 
 
 # each run's own; a verification may stop before it knows the first
-_NOTES = {UNRECORDED, WITHOUT_EFFECT, RECORDER}
+_NOTES = {UNRECORDED, WITHOUT_EFFECT, RECORDER, STAGES}
 
 Environment: TypeAlias = Mapping[str, EnvironmentEntry]
 """Facts that may affect the bits of a run, by name; no host or user names,

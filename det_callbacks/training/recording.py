@@ -29,8 +29,8 @@ from det_callbacks.report.run import findings_line
 from det_callbacks.report.verdict import disagreement_text
 from det_callbacks.runs.files import DISAGREEMENT, MANIFEST, REPLACEMENT
 from det_callbacks.runs.lock import END_OF_FIT, Peers, forget_replacement, settle, waiting_folders
-from det_callbacks.runs.manifest import RECORDER
-from det_callbacks.runs.metrics import Reading
+from det_callbacks.runs.manifest import RECORDER, STAGES
+from det_callbacks.runs.metrics import CALLS, Reading
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.runs.writer import RunWriter
 from det_callbacks.tensors.files import KeptCounts
@@ -188,6 +188,8 @@ class Recording(TracedSession):
                 self.run.start_segment()
             else:
                 self.run.reopen(self.manifest)
+        if call is None and {*self.stages} - {FIT, *CALLS}:
+            self.run.note(STAGES, [known for known in self.stages if known not in CALLS])
         if call is None:
             self.may_stop = self.detector is not None
             self._begin_saving(

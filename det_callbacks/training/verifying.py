@@ -18,6 +18,7 @@ from det_callbacks.errors import (
     DivergenceWarning,
     NotComparableError,
     NothingComparedError,
+    SelectionError,
     divergence_error,
 )
 from det_callbacks.report import closing_lines
@@ -26,6 +27,7 @@ from det_callbacks.report.page import write_report
 from det_callbacks.report.verdict import verdict_of_rank
 from det_callbacks.runs.files import ANOTHER_FOLDER, make_folder, stream_path
 from det_callbacks.runs.lock import END_OF_FIT, settle
+from det_callbacks.runs.manifest import STAGES
 from det_callbacks.runs.metrics import Reading
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import StepTrace
@@ -105,6 +107,7 @@ class Verifying(TracedSession):
             self.run.withdraw_verdict()
             return
         segment = self.num_segments - 1
+        self._require_stage(segment, stage)
         if was_open and not segment:
             self.run.reopen(self.manifest)
         stream = stream_path(self.run.current, self.peers.rank, 0, segment)
@@ -165,8 +168,7 @@ class Verifying(TracedSession):
                     f"{self.path}. Verify from an earlier checkpoint, or from the start."
                 )
             run.end_fit()
-        unknown = FIT if self.arguments.stages == (FIT,) else "another stage"
-        missing = [unknown] * (run.num_segments - self.num_segments)
+        missing = self._stages_of_reference[self.num_segments :]
         missing += self.peers.gather(lambda: [*run.metrics.pending_calls], task=END_OF_FIT)[0]
         is_pending = bool(missing) and not is_early and self.arguments.steps == "all"
         verdict = run.finish(is_pending=is_pending, is_early=is_early)
@@ -191,6 +193,22 @@ class Verifying(TracedSession):
         if self.arguments.on_divergence != "warn":
             raise divergence_error(text, verdict)
         self._warn_once(text, DivergenceWarning)
+
+    @property
+    def _stages_of_reference(self) -> list[str]:
+        """What each part of the reference is: "fit" or another stage."""
+        noted = self._reference.manifest.environment.get(STAGES)
+        known = noted.value if noted is not None else []
+        return [*known, *[FIT] * (self.run.num_segments - len(known))]
+
+    def _require_stage(self, segment: int, stage: str) -> None:
+        known = self._stages_of_reference
+        if segment < len(known) and known[segment] != stage:
+            raise SelectionError(
+                f"Part {segment + 1} of {self.path} is a {known[segment]}, and here it is a "
+                f"{stage}, so they cannot be compared. The reference has {', '.join(known)}: make "
+                "the same calls in this order, with the same stages."
+            )
 
     def _wait(self, verdict: Verdict, missing: Sequence[str], level: str) -> None:
         """Keep the verdict until the last fit or test of the reference."""

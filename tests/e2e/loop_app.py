@@ -51,8 +51,10 @@ def plant() -> None:
 
 def update(loss: Tensor) -> None:
     loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    if "skipped" not in WORDS or num_trained != 3:
+        optimizer.step()
+    if "uncleared" not in WORDS or num_trained != 3:
+        optimizer.zero_grad()
 
 
 @torch.inference_mode()

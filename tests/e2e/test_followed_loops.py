@@ -191,6 +191,23 @@ def test_in_an_accumulation_the_gradients_end_with_a_batch_and_with_the_update(c
     assert (done.status, "2 instead of 0" in done.text) == (0, True), done.text
 
 
+def test_an_update_that_is_left_out_and_gradients_that_are_not_cleared_are_told(command):
+    assert command("record", "run", "plain").status == 0
+    assert command("verify", "run", "--current", "skipped", "--", "plain", "skipped").status == 1
+    verdict = compare_runs("run", "skipped/run")
+    assert (verdict.cause, verdict.first_divergence.step) == ("optimizer", 2)
+    assert (
+        "after batch 1 of the step, and the current run only after batch 2" in verdict.explanation
+    )
+    assert command("verify", "run", "--current", "kept", "--", "plain", "uncleared").status == 1
+    verdict = compare_runs("run", "kept/run")
+    first = verdict.first_divergence
+    assert (verdict.cause, first.step, first.op) == ("backward", 3, "aten.add_.Tensor")
+    assert (
+        "The current run adds to a gradient that the parameter already had" in verdict.explanation
+    )
+
+
 def test_workers_of_a_script_without_a_loader_cannot_be_varied(command):
     done = command("check", "--vary", "workers", "--", "without_loader")
     assert done.status == 2, done.text

@@ -616,6 +616,17 @@ def test_lightning_with_weights_loaded_by_hand_is_found(left_out, restored, tmp_
     assert verdict.coverage.metrics == (0 if left_out else 1)
 
 
+@pytest.mark.parametrize("name", ["1.running_mean", "3.bias"])
+def test_a_resume_that_lost_one_tensor_is_found_and_told(name, recorded, tmp_path):
+    folder, saved = recorded
+    model = {**saved["model"], name: saved["model"][name] + 1}
+    verdict = resumed((folder, {**saved, "model": model}), tmp_path)
+    assert (verdict.cause, verdict.resume.step) == ("checkpoint", AT)
+    kind = "buffers" if "running" in name else "parameters"
+    assert verdict.resume.restored[kind] == "differs"
+    assert f"({name})" in verdict.explanation
+
+
 def test_another_start_is_no_resume(recorded, tmp_path):
     folder, _ = recorded
     verdict = verified(Loop(seed=9), folder, tmp_path)

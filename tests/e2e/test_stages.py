@@ -17,6 +17,7 @@ from det_callbacks import (
     SelectionError,
     TrainingRun,
 )
+from det_callbacks.training.recording import take_unfinished
 
 pytestmark = LIGHTNING_ADVICE
 ALL = ("fit", "validate", "test", "predict")
@@ -147,10 +148,26 @@ def test_a_call_without_a_batch_is_an_error(tmp_path):
         quiet_trainer(callback, limit_test_batches=0).test(Evaluated(), loader(8), verbose=False)
 
 
+def test_other_stages_than_those_of_the_reference_are_refused(reference):
+    with pytest.raises(SelectionError, match=r"Part 2 .* is a validate, and here it is a test"):
+        run(reference, calls=("fit", "test"))
+    take_unfinished()  # of the part that matched
+
+
+def test_a_program_that_calls_no_stage_that_is_asked_for_has_compared_nothing(tmp_path):
+    run(tmp_path / "run", calls=("validate", "predict"), stages=("test",))
+    error = take_unfinished()
+    assert isinstance(error, NothingComparedError)
+    assert "did not call trainer.test" in str(error)
+    run(tmp_path / "run", mode="record", calls=("validate", "test"), stages=("test",))
+    assert take_unfinished() is None
+
+
 def test_stages_are_checked(tmp_path):
     for stages, text in (
         ("test", "must be a list"),
         ((), "must be a list"),
+        (["fit", "fit"], "must be a list of different words"),
         (["train"], "must be one of"),
     ):
         with pytest.raises(SelectionError, match=f"stages {text}"):

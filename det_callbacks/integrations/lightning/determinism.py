@@ -32,8 +32,9 @@ from det_callbacks.internals.lightning import (
     require,
 )
 from det_callbacks.internals.replaced import ReplacedMethods
-from det_callbacks.report.closing_lines import no_batch_text, no_metrics_text
+from det_callbacks.report.closing_lines import no_batch_text, no_metrics_text, no_stage_text
 from det_callbacks.training.following import FollowedRun
+from det_callbacks.training.recording import stop_waiting, wait
 
 
 @join_twins
@@ -164,7 +165,13 @@ class DeterminismCallback(FollowedRun, pl.Callback):
             self._evaluation = call.value
         elif self.mode != "audit" and TrainerFn.FITTING in self.stages:
             self._call = CALLS.get(call)
-        self._open_stage(training, is_compared=is_recorded or self._call is not None)
+        is_compared = is_recorded or self._call is not None
+        if not is_compared and self.stages != ("fit",) and not self._session.stages:
+            wait(self, self._nothing_of_its_stages)
+        self._open_stage(training, is_compared=is_compared)
+
+    def _nothing_of_its_stages(self) -> NothingComparedError:
+        return NothingComparedError(no_stage_text(self.stages, reference=self.reference))
 
     @override
     def _prepare(self) -> None:
@@ -213,6 +220,7 @@ class DeterminismCallback(FollowedRun, pl.Callback):
 
     @override
     def _begin(self, **options: Any) -> None:
+        stop_waiting(self)
         super()._begin(**options)
         self._num_before = 0
         self._logged.begin(self._session)
