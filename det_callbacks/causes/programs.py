@@ -8,7 +8,7 @@ from typing import Literal
 from det_callbacks.causes.graph import Explanation, Graph, Walk
 from det_callbacks.causes.ops import cause_of_first
 from det_callbacks.causes.sentences import place, side_of, site_text
-from det_callbacks.compare.differences import recomputed_differently
+from det_callbacks.compare.differences import RowDifference, recomputed_differently
 from det_callbacks.runs.program import Program, StepView
 from det_callbacks.text import listed
 
@@ -247,11 +247,20 @@ def compiled_graph(graph: Graph, walk: Walk) -> Explanation | None:
         shows the reason. To find the op, record step 12 of both runs with compiled="eager" and
         only_steps=[12] (on the command line: --compiled=eager --only-steps=12).
     """
-    if graph.origin is None or graph.origin.site.role != "graph":
-        return None
+    text, found = "", graph.origin
+    if found is None or found.site.role != "graph":
+        found = _graph_that_reads(graph)
+        if found is None:
+            return None
+        text = (
+            f"{place(graph)}: {site_text(found.divergence)} differs, because of a recompilation, a "
+            f"graph break or different code: only the graph of the "
+            f"{side_of(graph.first.divergence)} has one of its inputs"
+        )
     step = graph.difference.step
     return Explanation(
         cause="structure",
+        text=text,
         advice=(
             "Run both in fresh processes, because earlier compilations affect the graph; drop_last "
             "or dynamic=True avoids recompilation. TORCH_LOGS=recompiles,graph_breaks shows the "
@@ -259,6 +268,18 @@ def compiled_graph(graph: Graph, walk: Walk) -> Explanation | None:
             f"only_steps=[{step}] (on the command line: --compiled=eager --only-steps={step})"
         ),
     )
+
+
+def _graph_that_reads(graph: Graph) -> RowDifference | None:
+    """Return the compiled graph that differs and reads the first difference, a tensor that only one
+    run has.
+    """
+    first, difference = graph.first, graph.difference
+    if first.site.role != "input" or first.divergence.kind not in ("missing", "extra"):
+        return None
+    graphs = (row for row in difference.kinds if difference.site(row).role == "graph")
+    found = next((row for row in graphs if first.row in difference.rows_read(row)), None)
+    return None if found is None else difference.at(found)
 
 
 def scripted_module(graph: Graph, walk: Walk) -> Explanation | None:

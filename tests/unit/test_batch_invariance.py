@@ -483,6 +483,21 @@ def test_no_pass_keeps_the_outputs_of_its_ops():
     assert most <= 2
 
 
+def test_the_distance_is_the_largest_of_all_samples():
+    x = torch.ones(4, 3)
+    x[0] = 2.0  # alone, every sample is divided by its own maximum; only the others change
+    report = check_batch_invariance(Apply(lambda x: x / x.abs().max()), x, sizes=[1])
+    (first,) = (one for one in report.ops if one.op == "aten.div.Tensor")
+    assert first.measure.max_absolute == 0.5
+
+
+def test_a_model_that_returns_only_a_mean_is_not_compared():
+    report = check_batch_invariance(Apply(lambda x: (x * 2).mean()), torch.randn(4, 3))
+    assert (report.invariant, report.not_compared) == (None, ("output",))
+    both = check_batch_invariance(Apply(lambda x: (x * 2, x.mean())), torch.randn(4, 3))
+    assert both.invariant is True
+
+
 def test_at_most_a_few_distances_are_measured():
     report = check(
         Apply(lambda x: [by_size(x + n) for n in range(MAX_MEASURED + 3)]), torch.rand(8, 5)

@@ -390,6 +390,27 @@ def test_calls_of_a_submodule_are_joined_along_the_tokens(join):
     assert 0 < wrong.first.measure.num_differing <= 16
 
 
+def test_outputs_without_the_dimension_of_the_tokens_are_joined_in_theirs():
+    class Positions(nn.Module):
+        def __init__(self, size: int) -> None:
+            super().__init__()
+            self.size, self.embedding = size, nn.Embedding(6, 4)
+            nn.init.ones_(self.embedding.weight)
+
+        def forward(self, x: Tensor) -> Tensor:
+            parts = torch.arange(6).split(self.size)
+            return torch.cat([self.embedding(part) for part in parts]) + x
+
+    report = compare_modules(
+        Positions(6), Positions(2), torch.randn(2, 6, 4), iterations=1, join=1, modules=["*"]
+    )
+    (found,) = (one for one in report.comparisons if one.phase == "module")
+    assert (found.base, found.kind) == ("float32 [6, 4]", "equal")
+    for wrong in ("x", True, 1.0):
+        with pytest.raises(ValueError, match="join must be the number of a dimension"):
+            compare_modules(nn.ReLU(), nn.ReLU(), torch.randn(2), join=wrong)
+
+
 def test_calls_that_do_not_fit_together_are_not_joined():
     class Uneven(nn.Module):
         def __init__(self) -> None:
