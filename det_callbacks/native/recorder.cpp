@@ -538,7 +538,7 @@ class Attempt {
       check(PyList_SetItem(consts.get(), known[i].number, as_python(unwrapped(stack_[base_ + i])).release()));
     }
     const Ref taken(PyObject_CallMethodObjArgs(
-        bound_[Bound::kGraph], n.take_numbers_, node_.get(), consts.get(), nullptr));
+        bound_[Bound::kGraph], n.match_and_store_numbers_, node_.get(), consts.get(), nullptr));
     const int is_taken = PyObject_IsTrue(taken.get());
     check(is_taken);
     if (is_taken == 0) return false;

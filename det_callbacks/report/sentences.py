@@ -238,7 +238,8 @@ def advise_metric(metric: MetricDifference) -> str:
             if seeds
             else "check the data that the metric is computed from"
         )
-        return f"There is a difference in the {row.shown}, so {todo}"
+        differs = "differ" if row.kind == "length" else "differs"
+        return f"The {row.shown} {differs}, so {todo}"
     if metric.is_after_gap:
         return begun_before("The difference may have started", reading.step + 1, metric.choices)
     later = (

@@ -61,7 +61,7 @@ def test_it_can_fail(stop_at, given, tmp_path):
         stop_at,
     )
     assert "the first after resuming" in verdict.explanation
-    assert 'or pass ckpt_path to fit with resume="exact"' in verdict.explanation
+    assert 'What restores one: fit(ckpt_path=...) with resume="exact"' in verdict.explanation
 
 
 class DrawsInStepsOnly(Noisy):

@@ -17,6 +17,7 @@ from det_callbacks.runs.steps import Expectation, StepTrace
 from det_callbacks.trace.compiled import graphs
 from det_callbacks.trace.compiled.generated_code import read_code
 from det_callbacks.trace.compiled.kernels import SEEN_KERNELS
+from det_callbacks.trace.compiled.replaced import REPLACED
 from det_callbacks.trace.hash_mode import HashMode
 
 pytestmark = COMPILING
@@ -156,6 +157,7 @@ def step(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[[], No
     """Return a step of a compiled function whose graph runs the module."""
     from torch._inductor import codecache, output_code
 
+    monkeypatch.setattr(REPLACED, "_inductor", {})  # else it knows the class that was there before
     monkeypatch.setattr(output_code, "CompiledFxGraph", Graph)
     monkeypatch.setattr(codecache.PyCodeCache, "modules", [module])
     monkeypatch.setattr(Graph, "cache_key", vars(module)["key"])
