@@ -33,15 +33,12 @@ def another_length(graph: Graph, walk: Walk) -> Explanation | None:
         (train.py:7, <module>); everything before them matches. The reference has no further step,
         so give both runs the same number of steps.
     """
-    kinds, rows = graph.difference.kinds, _rows_after_update(graph)
-    if not rows or {*kinds} - {*rows, *graph.difference.rows_after_step}:
-        return None
-    reference_ends, current_ends = graph.is_last
-    in_one_run = {kinds[row] for row in rows}
-    if in_one_run == {"extra"} and reference_ends:
+    difference = graph.difference
+    ends_early, (reference_ends, current_ends) = difference.ends_early, graph.is_last
+    if ends_early == "reference" and reference_ends:
         side = "current run"
         advice = "The reference has no further step, so give both runs the same number of steps"
-    elif in_one_run == {"missing"} and current_ends:
+    elif ends_early == "current" and current_ends:
         side = "reference"
         # a verification stops at the first difference, so whether the script would go on is unknown
         advice = (
@@ -51,7 +48,9 @@ def another_length(graph: Graph, walk: Walk) -> Explanation | None:
     else:
         return None
     ops = dict.fromkeys(
-        site_text(graph.difference.describe(row)) for row in rows if graph.difference.site(row).op
+        site_text(difference.describe(row))
+        for row in difference.rows_after_update
+        if difference.site(row).op
     )
     return Explanation(
         cause="structure",
@@ -61,23 +60,6 @@ def another_length(graph: Graph, walk: Walk) -> Explanation | None:
         ),
         advice=advice,
     )
-
-
-def _rows_after_update(graph: Graph) -> list[int]:
-    """Return the differing rows after the last op of an optimizer;
-    none unless they include an op.
-    """
-    found = [row for row in graph.difference.kinds if _is_after_update(graph, row)]
-    return found if any(graph.difference.site(row).op for row in found) else []
-
-
-def _is_after_update(graph: Graph, row: int) -> bool:
-    program, position = graph.difference.side(row)
-    updates = [
-        place for place, site in enumerate(program.sites) if site.op and site.phase == "optimizer"
-    ]
-    is_generator_after = row in graph.difference.rows_after_step
-    return bool(updates) and position > updates[-1] and not is_generator_after
 
 
 def recomputation(graph: Graph, walk: Walk) -> Explanation | None:

@@ -476,6 +476,35 @@ class StepDifference:
         rows = np.flatnonzero(self.differs & (self.roles == "generator")).tolist()
         return [row for row in rows if self.site(row).part == AT_END]
 
+    @cached_property
+    def rows_after_update(self) -> list[int]:
+        """The differing rows after the last op of an optimizer; none unless they include an op."""
+        found = [row for row in self.kinds if self._is_after_update(row)]
+        return found if any(self.site(row).op for row in found) else []
+
+    def _is_after_update(self, row: int) -> bool:
+        program, position = self.side(row)
+        updates = [
+            at for at, site in enumerate(program.sites) if site.op and site.phase == "optimizer"
+        ]
+        is_generator_after = row in self.rows_after_step
+        return bool(updates) and position > updates[-1] and not is_generator_after
+
+    @property
+    def ends_early(self) -> Literal["reference", "current"] | None:
+        """The run that may have ended in this step: all that differs is that only the other one
+        goes on after the last update, as a loop without a loader draws its next batch there.
+        """
+        rows = self.rows_after_update
+        kinds = {self.kinds[row] for row in rows}
+        if len(kinds) != 1 or {*self.kinds} - {*rows, *self.rows_after_step}:
+            return None
+        ends: dict[str, Literal["reference", "current"]] = {
+            "missing": "current",
+            "extra": "reference",
+        }
+        return ends.get(kinds.pop())
+
     def _is_of_host(self, row: int) -> bool:
         return self.site(row).of in HOST_GENERATORS
 

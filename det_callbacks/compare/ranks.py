@@ -331,6 +331,11 @@ class RankWalk:
             for step in sorted(reference_steps & current_steps):
                 views = self.views(rank, segment, step)
                 num_compared, num_differing = counter.count(*views)
+                if num_differing and self.is_common:
+                    last = {"reference": reference_fit.steps[-1], "current": current_fit.steps[-1]}
+                    ends_early = compare_steps(*views).ends_early
+                    if ends_early is not None and last[ends_early] == step:
+                        num_differing = 0  # the next step of the other run, which is not common
                 found.tally.count([step], views[1].program, num_compared)
                 found.tally.num_differing += num_differing
                 if found.first is None and num_differing:

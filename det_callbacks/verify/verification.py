@@ -130,6 +130,8 @@ class Verification:
         self._rows: list[EvidenceRow] = []
         self._lasting: dict[tuple[str, ...], EvidenceRow] = {}
         self._is_explained = self._lacks_steps = False
+        # the last step, if only its end differs; only common steps are compared
+        self._held: tuple[StepTrace, int, int, int] | None = None
         self._num_stored = self._num_unwritten = 0
         self._counter = StepCounter()
 
@@ -212,6 +214,7 @@ class Verification:
         )
         self._rows.clear()
         self._lasting.clear()
+        self._held = None
         if segment:
             self.metrics.begin(segment, self._readings(segment))
             self._writer.start_segment()
@@ -304,7 +307,7 @@ class Verification:
     def add(self, trace: StepTrace, *, step: int, epoch: int) -> bool:
         """Compare a step; return whether it differs."""
         num_stored = self._num_stored
-        differs = self._compare(trace, step, epoch)
+        differs = self._count_held() | self._compare(trace, step, epoch)
         self._num_unwritten += 1
         if self._num_stored > num_stored or self._num_unwritten == STEPS_BETWEEN_RECORDS:
             self._write_record(UNFINISHED)
@@ -327,8 +330,17 @@ class Verification:
         if is_same and np.array_equal(record.digests, trace.digests):
             num_compared, num_differing = len(trace.digests), 0
         else:
-            num_compared, num_differing = self._counter.count(*self._views(trace, step))
+            views = self._views(trace, step)
+            num_compared, num_differing = self._counter.count(*views)
             self.tally.reordered |= self._counter.reordered
+            if num_differing and self._steps == "common":
+                ends_early = compare_steps(*views).ends_early
+                if ends_early == "current":  # unless a step follows
+                    self._held = trace, step, epoch, num_differing
+                if ends_early == "current" or (
+                    ends_early == "reference" and step == max(self._known)
+                ):
+                    num_differing = 0
         self.tally.count([step], trace.program, num_compared)
         if not num_differing:
             # settings of loaders and hooks hold until the next reading
@@ -337,11 +349,22 @@ class Verification:
             )
             self._rows = [*from_batch_start(row for row in self._rows if row.step == step)]
             return False
-        self.tally.num_differing += num_differing
-        fit.differing.add(step)
+        self._count_differing(trace, step, epoch, num_differing)
+        return True
+
+    def _count_held(self) -> bool:
+        """Count the step before as differing that only the end of the run would have explained."""
+        if self._held is None:
+            return False
+        held, self._held = self._held, None
+        self._count_differing(*held)
+        return True
+
+    def _count_differing(self, trace: StepTrace, step: int, epoch: int, number: int) -> None:
+        self.tally.num_differing += number
+        self.fit.differing.add(step)
         self._store(trace, step, epoch, is_first=not self._is_explained)
         self._is_explained = True
-        return True
 
     def _views(self, trace: StepTrace, step: int) -> tuple[StepView, StepView]:
         return self._reference_step(self.segment, step), trace.view(

@@ -184,8 +184,10 @@ def gan() -> None:
 
 def without_loader() -> None:
     inputs, labels = samples.tensors
-    for step in range(5):
+    for step in range(3 if "short" in WORDS else 5):
         chosen = torch.randint(24, (4,))
+        if "undrawn" in WORDS and step == 2:
+            chosen = torch.tensor([1, 2, 3, 4])
         plant()
         update(cross_entropy(model(inputs[chosen]), labels[chosen]))
         if step == 2:

@@ -208,6 +208,22 @@ def test_an_update_that_is_left_out_and_gradients_that_are_not_cleared_are_told(
     )
 
 
+def test_the_common_steps_of_a_loop_without_a_loader_end_with_the_update(command):
+    """The longer run draws its next batch in the last common step."""
+    assert command("record", "long", "without_loader").status == 0
+    assert command("record", "short", "without_loader", "short").status == 0
+    for one, other in (("long", "short"), ("short", "long")):
+        assert compare_runs(one, other).verdict == "diverged"
+        verdict = compare_runs(one, other, steps="common")
+        assert (verdict.verdict, verdict.counts.steps_compared) == ("match", 3)
+    common = "--steps", "common"
+    assert command("verify", "long", *common, "--", "without_loader", "short").status == 0
+    assert command("verify", "short", *common, "--", "without_loader").status == 0
+    # what ends the step belongs to it where a step follows
+    done = command("verify", "long", *common, "--", "without_loader", "undrawn")
+    assert done.status == 1, done.text
+
+
 def test_workers_of_a_script_without_a_loader_cannot_be_varied(command):
     done = command("check", "--vary", "workers", "--", "without_loader")
     assert done.status == 2, done.text
