@@ -169,7 +169,7 @@ def drawn_before_data(graph: Graph, walk: Walk) -> Explanation | None:
         Step 6: the batch differs (batch[0] and batch[1]), and the generator state also differs; the
         step started with this difference, so no op caused it. DrawsAtEpochEnd.on_train_epoch_end
         draws from the generator torch.cpu: give it a separate generator, or restore the state of
-        torch.cpu afterwards.
+        torch.cpu afterwards; if it draws in the reference only, compare why.
     """
     change = consumed(graph)
     if change is not None and graph.is_before_step(change):

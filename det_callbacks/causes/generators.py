@@ -168,7 +168,8 @@ def generator(graph: Graph, walk: Walk) -> Explanation:
     Example:
         Step 3: the generator state differs (torch.cpu); the step started with this difference, so
         no op caused it. Validation draws from the generator torch.cpu: give it a separate
-        generator, or restore the state of torch.cpu afterwards.
+        generator, or restore the state of torch.cpu afterwards; if it draws in the reference only,
+        compare why.
     """
     return Explanation(cause="rng", advice=advise_draws(graph))
 
@@ -292,10 +293,11 @@ def _seeded(change: GeneratorChange) -> str:
 
 
 def keep_from_drawing(change: GeneratorChange, evidence: Evidence) -> str:
-    """Return what to do if only one run draws from a generator."""
+    """Return what to do if only one run draws from a generator; states do not tell which."""
     ran = capitalised(_shown(change, evidence, " or "))
     todo = f"give it a separate generator, or restore the state of {change.name} afterwards"
-    return f"{ran} draws from the generator {change.name}: {todo}"
+    other = "if it draws in the reference only, compare why"
+    return f"{ran} draws from the generator {change.name}: {todo}; {other}"
 
 
 def _shown(change: GeneratorChange, evidence: Evidence, separator: str = ", ") -> str:
