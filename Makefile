@@ -34,7 +34,7 @@ demo: $(INSTALLED)
 	fi; \
 	echo "demo: the planted fault was found (exit status 1); the runs are in $(DEMO)/"
 
-# The everyday tier: 4 minutes on two cores, with lint and types.
+# The everyday tier: 8 minutes on two cores, with lint and types.
 test: lint
 	$(PYTEST)
 
