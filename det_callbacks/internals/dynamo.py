@@ -52,12 +52,7 @@ def output_graph() -> Any:
     return _output_graph()
 
 
-def inductor_graph() -> Any:
-    """Return the class of inductor's compiled graphs, None if inductor was not imported."""
-    module = sys.modules.get("torch._inductor.output_code")
-    return None if module is None else _inductor_graph()
-
-
+RUNS_GRAPH = "__call__"
 _inductor_graph = TORCH.later(
     "torch._inductor.output_code.CompiledFxGraph", "the class of graphs that were compiled before"
 )
@@ -102,17 +97,19 @@ node_of_buffer = TORCH.of_instance("torch._inductor.ir.Buffer.get_origin_node", 
 key_of_lowered = TORCH.of_instance("torch._inductor.graph.GraphLowering.cache_key", "likewise")
 
 
-def cpp_scheduling() -> Any:
-    """Return the class of inductor that generates C++ kernels, None if it was not imported."""
-    return None if "torch._inductor.codegen.cpp" not in sys.modules else _cpp_scheduling()
-
-
-def lowering() -> Any:
-    """Return the class of inductor that generates modules, None if it was not imported."""
-    if "torch._inductor.graph" not in sys.modules:
-        return None
-    _makes_module()  # raises if it is missing
-    return _lowering()
+def inductor_classes() -> dict[str, Any]:
+    """Return the classes of inductor whose methods are replaced, by the name of the method;
+    without those that were not imported.
+    """
+    classes = {}
+    for method, module, look_up in (
+        (RUNS_GRAPH, "torch._inductor.output_code", _inductor_graph),
+        (COMMENTS_KERNEL, "torch._inductor.codegen.cpp", _cpp_scheduling),
+        (MAKES_MODULE, "torch._inductor.graph", _lowering),
+    ):
+        if module in sys.modules:
+            classes[method] = look_up()
+    return classes
 
 
 def generated_modules(graph: Any) -> list[ModuleType]:

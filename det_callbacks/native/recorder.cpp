@@ -10,7 +10,11 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
+#if __has_include(<torch/csrc/autograd/node.h>)
 #include <torch/csrc/autograd/node.h>
+#else  // torch 2.11
+#include <torch/csrc/autograd/function.h>
+#endif
 
 #include <algorithm>
 #include <array>

@@ -32,7 +32,7 @@ class ReplacedInTorch(ReplacedMethods):
             dynamo.COMPILES_GRAPH: self._compile,
             "capture_begin": partial(self._notify, "before_capture"),
             "replay": partial(self._notify, "before_replay"),
-            "__call__": self._run_inductor,
+            dynamo.RUNS_GRAPH: self._run_inductor,
             dynamo.COMMENTS_KERNEL: self._note_kernel_nodes,
             dynamo.MAKES_MODULE: self._make_module,
         }
@@ -56,12 +56,7 @@ class ReplacedInTorch(ReplacedMethods):
         there are none if it was never imported.
         """
         if len(self._inductor) < 3:
-            owners = {
-                "__call__": dynamo.inductor_graph(),
-                dynamo.COMMENTS_KERNEL: dynamo.cpp_scheduling(),
-                dynamo.MAKES_MODULE: dynamo.lowering(),
-            }
-            self._inductor = {name: owner for name, owner in owners.items() if owner is not None}
+            self._inductor = dynamo.inductor_classes()
         for name, owner in self._inductor.items():
             self._replace(owner, name)
 
