@@ -9,7 +9,7 @@ DEMO := demo-run
 CODE := det_callbacks recipes tests noxfile.py
 # Every text is checked for spelling, and the prose of PROSE for usage (tests/prose.py): add det_callbacks once it is clean.
 PAGES := README.md CONTRIBUTING.md CHANGELOG.md CODE_OF_CONDUCT.md SECURITY.md
-TEXTS := $(CODE) conf docs .github action.yml $(PAGES) CITATION.cff Makefile mkdocs.yml pyproject.toml
+TEXTS := $(CODE) conf docs .github $(PAGES) CITATION.cff Makefile mkdocs.yml pyproject.toml
 PROSE := det_callbacks docs recipes/*/README.md $(PAGES)
 # That the package is for; pyproject.toml has the oldest, which lint and types are for by themselves.
 NEWEST_PYTHON := 3.13

@@ -17,7 +17,7 @@ def doctor(options: argparse.Namespace) -> int:
         )
 
     from det_callbacks.environment.doctor import diagnose  # noqa: PLC0415  # loads torch
-    from det_callbacks.native.library import state  # noqa: PLC0415  # loads torch
+    from det_callbacks.native.build import state  # noqa: PLC0415  # loads torch
     from det_callbacks.report.machine import doctor_report  # noqa: PLC0415  # loads what reads runs
     from det_callbacks.runs.store import Run  # noqa: PLC0415  # likewise
 
@@ -28,7 +28,7 @@ def doctor(options: argparse.Namespace) -> int:
 
 
 def native(options: argparse.Namespace) -> int:
-    from det_callbacks.native.library import build  # noqa: PLC0415  # loads torch
+    from det_callbacks.native.build import build  # noqa: PLC0415  # loads torch
 
     found = build()
     if found.path is None:

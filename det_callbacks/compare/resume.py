@@ -101,18 +101,22 @@ def _mostly_left_by(
     if not steps:
         return []
     began = _began_with(run, rank, segment, steps[0])
-    names: dict[int, list[str]] = {}
+    places: dict[int, tuple[np.ndarray, ...]] = {}  # positions, and the bits of state and beginning
     shares: dict[int, float] = {}
     for step in steps:
         record = run.rank(rank).read(segment, step)
-        if record.program_id not in names:
+        if record.program_id not in places:
             left = _tensors_left(run.view(rank, segment, step).program)
             is_same = all(name in left for name in _tensors_of(state, left))
-            names[record.program_id] = [name for name in left if name in state] if is_same else []
-        left = _left(run, rank, segment, step)
-        changed = [name for name in names[record.program_id] if left[name] != began.get(name)]
-        if changed:
-            shares[step] = sum(left[name] == state[name] for name in changed) / len(changed)
+            names = [name for name in left if is_same and name in state and name in began]
+            bits = ([known[name] for name in names] for known in (state, began))
+            positions = np.array([left[name] for name in names], dtype=np.int64)
+            places[record.program_id] = positions, *(np.array(one, dtype=np.uint64) for one in bits)
+        positions, wanted, first = places[record.program_id]
+        digests = record.digests[positions]
+        changed = digests != first
+        if changed.any():
+            shares[step] = float(np.mean(digests[changed] == wanted[changed]))
     most = max(shares.values(), default=0.0)
     return [step for step, share in shares.items() if share == most] if most >= MIN_SHARE else []
 

@@ -40,7 +40,7 @@ CAPTURE = "DET_CALLBACKS_CAPTURE"
 """The call whose inputs are saved, as JSON: see ``CallCapture`` in ``tensors/calls.py``."""
 
 RECORDER = "DET_CALLBACKS_RECORDER"
-"""Which code records the ops of a step: python, native (``native/library.py``), or auto,
+"""Which code records the ops of a step: python, native (``native/build.py``), or auto,
 which is python for now.
 """
 

@@ -193,7 +193,7 @@ def no_batch_text(call: str, *, reference: Path | None) -> str:
 
 def no_stage_text(stages: Sequence[str], *, reference: Path | None) -> str:
     """Return the error of a program that called nothing that was to be recorded."""
-    calls = listed([f"trainer.{stage}" for stage in stages])
+    calls = " or ".join(f"trainer.{stage}" for stage in stages)
     return (
         f"The program did not call {calls}, so nothing was recorded in, or compared with, "
         f"{reference}. Add what it calls to stages."

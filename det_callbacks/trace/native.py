@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from det_callbacks.digest.host import digest_memory
 from det_callbacks.internals.torch import RUN_BACKWARD, is_zero_tensor, schema_of
-from det_callbacks.native.library import load
+from det_callbacks.native.build import load
 from det_callbacks.trace.backward import of_accumulation
 from det_callbacks.trace.call_graph import CallNode
 from det_callbacks.trace.components import PLAIN, STRIDED

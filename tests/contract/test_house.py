@@ -42,7 +42,7 @@ OPENS: Mapping[str, str] = {
     "det_callbacks/cli/check.py": "reads what a script printed into a new folder",
     "det_callbacks/checkpoint/check.py": "loads the file that the user named, which may be a link",
     "det_callbacks/digest/host.py": "digests the file that the user named, which may be a link",
-    "det_callbacks/native/library.py": "reads its own sources, and the library that it built",
+    "det_callbacks/native/build.py": "reads its own sources, and the library that it built",
     "det_callbacks/environment/capture.py": "reads the project's own files",
     "det_callbacks/settings/catalogue.py": "reads /proc",
     "det_callbacks/trace/compiled/kernels.py": "reads the module that inductor has generated",

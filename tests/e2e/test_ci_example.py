@@ -1,4 +1,4 @@
-"""action.yml and its example: their commands are real ones, their steps fit together,
+"""The GitHub action and its example: their commands are real ones, their steps fit together,
 and they find a change.
 """
 
@@ -17,7 +17,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 WORKFLOW = yaml.safe_load((ROOT / "docs" / "ci" / "github-actions.yml").read_text())
-ACTION = yaml.safe_load((ROOT / "action.yml").read_text())
+ACTION = yaml.safe_load((ROOT / ".github" / "actions" / "verify" / "action.yml").read_text())
 STEPS = [step for job in WORKFLOW["jobs"].values() for step in job["steps"]] + ACTION["runs"][
     "steps"
 ]
@@ -40,7 +40,9 @@ def test_its_steps_name_each_other_and_its_inputs():
     steps = ACTION["runs"]["steps"]
     assert set(re.findall(r"steps[.](\w+)[.]", text)) <= {step.get("id") for step in steps}
     assert set(re.findall(r"inputs[.]([\w-]+)", text)) == {*ACTION["inputs"]}
-    (use,) = (step for step in STEPS if "det_callbacks@" in step.get("uses", ""))
+    (use,) = (
+        step for step in STEPS if "det_callbacks/.github/actions/verify@" in step.get("uses", "")
+    )
     assert (
         {name for name, one in ACTION["inputs"].items() if one.get("required")}
         <= {*use["with"]}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from numerics_models import Transformer, convolutions, mlp, state_of
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 
 from det_callbacks import (
     BatchInvarianceError,
@@ -34,7 +34,7 @@ class Apply(nn.Module):
         return self.function(x)
 
 
-@torch.library.custom_op("batches::by_size", mutates_args=())
+@library.custom_op("batches::by_size", mutates_args=())
 def by_size(x: Tensor) -> Tensor:
     """Round like a kernel that sums in a different order in batches of up
     to two samples, on any CPU.
@@ -42,7 +42,7 @@ def by_size(x: Tensor) -> Tensor:
     return x * (1 + 2**-23) if len(x) <= 2 else x.clone()
 
 
-@torch.library.custom_op("batches::by_rows", mutates_args=())
+@library.custom_op("batches::by_rows", mutates_args=())
 def by_rows(x: Tensor) -> Tensor:
     """The same, for rows of several tokens a sample."""
     return x * (1 + 2**-23) if len(x) <= 12 else x.clone()

@@ -20,7 +20,7 @@ from det_callbacks import TrainingRun
 from det_callbacks.cli import main
 from det_callbacks.environment.variables import RECORDER
 from det_callbacks.errors import CoverageWarning, SettingsError
-from det_callbacks.native import library
+from det_callbacks.native import build as native
 from det_callbacks.runs.store import Run
 from det_callbacks.trace.hash_mode import HashMode
 
@@ -31,7 +31,7 @@ Made = tuple[nn.Module, list[torch.optim.Optimizer], Step]
 
 @pytest.fixture(scope="module", autouse=True)
 def _built() -> None:
-    built = library.build()
+    built = native.build()
     assert built.path is not None or " could not build it" not in built.problem, built.problem
     if built.path is None:
         pytest.skip(built.problem)  # there is no compiler
@@ -550,31 +550,31 @@ def test_python_records_without_a_compiler(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    library._loaded.cache_clear()
+    native._loaded.cache_clear()
     try:
         with pytest.warns(CoverageWarning, match="Python records this run.*no C\\+\\+ compiler"):
             assert HashMode(net()).recorder.native is None
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # said once
             assert HashMode(net()).recorder.native is None
-        assert "no C++ compiler" in library.state()
+        assert "no C++ compiler" in native.state()
         assert main(["native", "build"]) == 2
     finally:
-        library._loaded.cache_clear()
+        native._loaded.cache_clear()
 
 
 def test_a_failed_build_says_why(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", "false")
-    assert "false could not build it" in library.build().problem
+    assert "false could not build it" in native.build().problem
     assert not [*tmp_path.rglob("*.so")]
 
 
 def test_a_library_of_another_torch_is_not_loaded(tmp_path, monkeypatch):
-    content = library.build().path.read_bytes()
+    content = native.build().path.read_bytes()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (path := library._path()).parent.mkdir()
+    (path := native._path()).parent.mkdir()
     path.write_bytes(content.replace(torch.__version__.encode(), b"9" * len(torch.__version__)))
-    assert library.built() is None
+    assert native.built() is None
     path.write_bytes(content)
-    assert library.built() == path
+    assert native.built() == path
