@@ -417,7 +417,12 @@ def test_a_scaler_that_is_not_restored_is_told(tmp_path):
             for name in list(parts)[: 3 if is_whole else 2]:
                 parts[name].load_state_dict(_copied(saved[name]))
             torch.set_rng_state(saved["rng"])
-        run = TrainingRun(tmp_path / "run", mode=mode, model=loop.model, optimizers=loop.optimizer)
+        current: dict[str, Any] = (
+            {} if mode == "record" else {"current": tmp_path / f"whole {is_whole}"}
+        )
+        run = TrainingRun(
+            tmp_path / "run", mode=mode, model=loop.model, optimizers=loop.optimizer, **current
+        )
         with run:
             for step in range(begin, STEPS):
                 batch = DATA[8 * step : 8 * step + 8]

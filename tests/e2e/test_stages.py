@@ -113,7 +113,7 @@ def test_other_weights_are_the_cause(tmp_path):
     callback = DeterminismCallback(tmp_path / "run", stages=ALL)
     torch.manual_seed(0)
     with pytest.raises(DivergenceError) as caught:
-        quiet_trainer(callback).test(OtherWeights(), loader(16))
+        quiet_trainer(callback, default_root_dir=tmp_path).test(OtherWeights(), loader(16))
     assert caught.value.verdict.cause == "initial_weights"
 
 
