@@ -8,6 +8,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 #if __has_include(<torch/csrc/autograd/node.h>)
@@ -20,6 +21,7 @@
 #include <array>
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <typeinfo>
@@ -83,6 +85,7 @@ struct Op {
   PyObject* func = nullptr;  // kept alive forever, as torch does
   bool is_view = false;
   bool is_functional = false;
+  Ref skipped_as;                   // of an op without tensors: the reason under which its calls are counted
   std::vector<int64_t> writes;      // arguments that it writes
   std::vector<int64_t> conditions;  // for each, the argument that the write requires, or -1
   std::vector<int64_t> fresh;       // returns that alias no argument
@@ -91,6 +94,7 @@ struct Op {
 // A node of Python's call graph, as it is compared with the next call.
 struct Call {
   const Op* op = nullptr;
+  Ref phase, scope, names, shared;  // the node's own, which it keeps
   Arguments arguments;
   Ref consts;  // the list that ``arguments`` agrees with; Python replaces it where numbers change
   std::vector<int64_t> read_labels;
@@ -108,7 +112,26 @@ struct Bound {
     kOfAccumulation, kDtypes, kRunBackward, kTensor, kParameter, kCount
   };
   Ref all;
-  PyObject* operator[](int index) const { return PyTuple_GetItem(all.get(), index); }
+  std::array<PyObject*, kCount> each;
+
+  explicit Bound(PyObject* objects) : all(Ref::of(objects)) {
+    for (int i = 0; i < kCount; i++) each[i] = PyTuple_GetItem(objects, i);
+  }
+  PyObject* operator[](int index) const { return each[index]; }
+
+  // What a step begins anew, its labels last.
+  Ref labels, step_number, indices, counts, add_digests;
+
+  void find_step() {
+    const auto& n = names();
+    Ref current = attribute(each[kGraph], n.labels_);
+    if (current.get() == labels.get()) return;
+    step_number = attribute(each[kGraph], n.step_number_);
+    indices = attribute(each[kStep], n.layout_indices_);
+    counts = attribute(each[kStep], n.counts_);
+    add_digests = attribute(attribute(each[kStep], n.digests_).get(), n.frombytes_);
+    labels = std::move(current);
+  }
 };
 
 struct Recorder {
@@ -119,6 +142,7 @@ struct Recorder {
   int64_t generation = -1;         // of Python's call graph
   int64_t layouts_generation = -1;  // of its layouts
   std::unordered_map<std::vector<int64_t>, Slot, HashOfKey> slots;
+  std::vector<int64_t> key;  // of the slot that is looked up
   int64_t num_native = 0;
   int64_t num_python = 0;
 };
@@ -195,18 +219,18 @@ class Attempt {
 
   // Returns whether the call is the likely one; changes nothing otherwise.
   bool is_likely() {
-    if (!is_ordinary_step() || !find_place()) return false;
-    const auto& n = names();
-    at_ = attribute(bound_[Bound::kGraph], n.at_);
+    if (!is_ordinary_step()) return false;
+    bound_.find_step();
+    if (op_.skipped_as.get() != nullptr) return true;
     if (op_.is_view) return is_likely_view();
-    if (!find_node()) return false;
-    PyObject* shared = shared_.get();
-    if (shared == nullptr) return false;
-    call_ = static_cast<Call*>(PyLong_AsVoidPtr(attribute(node_.get(), n.native_).get()));
+    if (!find_place() || !find_node()) return false;
+    call_ = static_cast<Call*>(PyLong_AsVoidPtr(attribute(node_.get(), names().native_).get()));
     if (call_ == nullptr || call_->op != &op_) return false;
-    if (attribute(node_.get(), n.consts_).get() != call_->consts.get()) return false;
+    if (call_->scope.get() != scope_.get() || call_->phase.get() != phase_.get()) return false;
+    if (!is_unused(call_->shared.get())) return false;
+    if (attribute(node_.get(), names().consts_).get() != call_->consts.get()) return false;
     if (!has_known_arguments() || !find_reads() || !find_writes()) return false;
-    if (is_forward_ && !find_parts()) return false;
+    if (is_forward_) find_parts();
     return changed_.empty() || match_and_store_numbers();
   }
 
@@ -227,19 +251,24 @@ class Attempt {
 
   void after() {
     const auto& n = names();
+    if (op_.skipped_as.get() != nullptr) {
+      count_skipped(op_.skipped_as.get());
+      return;
+    }
     if (op_.is_view) {
       after_view();
       return;
     }
-    std::vector<at::Tensor> tensors;
-    std::vector<std::pair<uint64_t, PyObject*>> values;  // bits and tag of returned numbers
+    Tensors tensors;
+    Values values;
     if (!find_outputs(tensors, values)) {
       give_up(tensors);
       return;
     }
     const Ref own_numbers = call_->numbers.empty() ? Ref() : attribute(node_.get(), n.numbers_bits_);
     int64_t position = first_site_ + static_cast<int64_t>(inputs_.size());
-    Ref tags = attribute(bound_[Bound::kLayouts], n.tags_);
+    const bool has_numbers = !call_->numbers.empty() || !values.empty();
+    const Ref tags = has_numbers ? attribute(bound_[Bound::kLayouts], n.tags_) : Ref();
     if (!call_->numbers.empty()) {
       const uint64_t bits = PyLong_AsUnsignedLongLong(own_numbers.get());
       if (PyErr_Occurred() != nullptr) throw PythonFailed();
@@ -247,7 +276,7 @@ class Attempt {
       indices_.push_back(index_of_tag(tags.get(), attribute(node_.get(), n.numbers_tag_).get()));
       position++;
     }
-    std::vector<const Slot*> slots;
+    c10::SmallVector<const Slot*, 4> slots;
     for (const auto& tensor : tensors) {
       const Slot* slot = slot_of(tensor, parts_);
       if (slot == nullptr) {
@@ -268,15 +297,17 @@ class Attempt {
     for (size_t i = 0; i < tensors.size(); i++) write(tensors[i], *slots[i], position + static_cast<int64_t>(i));
     append_sites();
     advance();
-    increment(attribute(bound_[Bound::kStep], n.counts_).get(), n.num_digested_);
+    increment(bound_.counts.get(), n.num_digested_);
     if (phase_.get() != n.optimizer_ && (!is_backward_ || at::GradMode::is_enabled())) register_node();
   }
 
  private:
+  using Tensors = c10::SmallVector<at::Tensor, 4>;
+  using Values = c10::SmallVector<std::pair<uint64_t, PyObject*>, 1>;  // bits and tag of returned numbers
+
   struct Input {
     at::Tensor tensor;
     const Slot* slot;
-    Ref name;
   };
 
   bool is_ordinary_step() {
@@ -338,16 +369,17 @@ class Attempt {
     return find(bound_[Bound::kThreads], Ref(PyLong_FromUnsignedLongLong(PyThread_get_thread_ident())).get());
   }
 
-  // Finds the likely node, and whether op and place are its own.
+  // Finds the node that is likely next; returns false if there is none.
   bool find_node() {
-    const auto& n = names();
-    node_ = attribute(at_.get(), n.likely_);
-    if (node_.is_none() || attribute(node_.get(), n.func_).get() != op_.func) return false;
-    if (attribute(node_.get(), n.scope_).get() != scope_.get()) return false;
-    if (attribute(node_.get(), n.phase_).get() != phase_.get()) return false;
-    shared_ = attribute(node_.get(), n.shared_);
-    step_number_ = attribute(bound_[Bound::kGraph], n.step_number_);
-    return int_attribute(shared_.get(), n.last_step_) != as_int(step_number_.get());
+    at_ = attribute(bound_[Bound::kGraph], names().at_);
+    node_ = attribute(at_.get(), names().likely_);
+    return !node_.is_none();
+  }
+
+  // Keeps the rows of the likely node; returns false if the step has had them.
+  bool is_unused(PyObject* shared) {
+    shared_ = Ref::of(shared);
+    return int_attribute(shared, names().last_step_) != as_int(bound_.step_number.get());
   }
 
   bool is_likely_view() {
@@ -359,11 +391,15 @@ class Attempt {
     }
     has_node_ = at::GradMode::is_enabled() || is_unclaimed();
     if (!has_node_) return true;
-    if (!find_node()) return false;
-    const Ref labels = attribute(shared_.get(), n.labels_);
+    if (!find_place() || !find_node()) return false;
+    if (attribute(node_.get(), n.func_).get() != op_.func) return false;
+    if (attribute(node_.get(), n.scope_).get() != scope_.get()) return false;
+    if (attribute(node_.get(), n.phase_).get() != phase_.get()) return false;
+    const Ref shared = attribute(node_.get(), n.shared_);
+    const Ref labels = attribute(shared.get(), n.labels_);
     const int has_labels = PyObject_IsTrue(labels.get());
     check(has_labels);
-    return has_labels == 0;
+    return has_labels == 0 && is_unused(shared.get());
   }
 
   bool is_unclaimed() {
@@ -377,7 +413,7 @@ class Attempt {
 
   void after_view() {
     const auto& n = names();
-    increment(attribute(bound_[Bound::kStep], n.counts_).get(), n.num_views_);
+    increment(bound_.counts.get(), n.num_views_);
     if (!has_node_) return;
     advance();
     register_node();
@@ -412,30 +448,27 @@ class Attempt {
 
   // Finds the sites that wrote what the call reads, and whether the node has read the same.
   bool find_reads() {
-    const auto& n = names();
-    const Ref labels = attribute(bound_[Bound::kGraph], n.labels_);
-    const Ref indices = attribute(bound_[Bound::kStep], n.layout_indices_);
-    const Ref input_names = attribute(node_.get(), n.names_);
-    first_site_ = PyList_Size(indices.get());
+    PyObject* input_names = call_->names.get();
+    first_site_ = PyList_Size(bound_.indices.get());
     size_t num_read = 0;
     bool is_right = true;
     for (size_t i = base_; is_right && i < stack_.size(); i++) {
       each_tensor(stack_[i], [&](const at::Tensor& tensor) {
-        is_right = is_right && is_plain(tensor) && read(tensor, labels.get(), input_names.get(), num_read++);
+        is_right = is_right && is_plain(tensor) && read(tensor, input_names, num_read++);
       });
     }
     return is_right && num_read == call_->read_labels.size() &&
-           static_cast<intptr_t>(inputs_.size()) == PyList_Size(input_names.get());
+           static_cast<intptr_t>(inputs_.size()) == PyList_Size(input_names);
   }
 
-  bool read(const at::Tensor& tensor, PyObject* labels, PyObject* input_names, size_t at) {
+  bool read(const at::Tensor& tensor, PyObject* input_names, size_t at) {
     if (at >= call_->read_labels.size()) return false;
     auto* storage = tensor.storage().unsafeGetStorageImpl();
     const Ref address(PyLong_FromVoidPtr(storage));
     int64_t label = 0;
     if (PyObject* writer = find(bound_[Bound::kWriters], address.get())) {
       if (!is_int(writer)) return false;  // several sites wrote parts
-      PyObject* known = PyList_GetItem(labels, as_int(writer));
+      PyObject* known = PyList_GetItem(bound_.labels.get(), as_int(writer));
       if (known == nullptr) throw PythonFailed();
       label = as_int(known);
     } else {
@@ -462,7 +495,7 @@ class Attempt {
     if (index >= PyList_Size(input_names)) return false;
     const int is_equal = PyObject_RichCompareBool(PyList_GetItem(input_names, index), name, kEqual);
     check(is_equal);
-    inputs_.push_back(Input{tensor, slot, Ref()});
+    inputs_.push_back(Input{tensor, slot});
     return is_equal != 0;
   }
 
@@ -487,7 +520,7 @@ class Attempt {
   }
 
   // Finds which part of its storage each argument covers, as ``parts_of_arguments`` does.
-  bool find_parts() {
+  void find_parts() {
     const auto& known = call_->arguments.each;
     int64_t at = 0;
     for (size_t i = 0; i < known.size(); i++) {
@@ -505,7 +538,6 @@ class Attempt {
         at++;
       }
     }
-    return true;
   }
 
   void add_part(const at::Tensor& tensor, int64_t at) {
@@ -514,8 +546,8 @@ class Attempt {
     if (first == 0 && is_whole) return;
     const int64_t offset = offset_in_named(tensor);
     if (offset == 0 && is_whole) return;
-    parts_.insert(parts_.end(), {at, offset, tensor.dim()});
-    parts_.insert(parts_.end(), tensor.strides().begin(), tensor.strides().end());
+    parts_.append({at, offset, tensor.dim()});
+    parts_.append(tensor.strides().begin(), tensor.strides().end());
   }
 
   // ``NameTable.offset_in``
@@ -552,8 +584,9 @@ class Attempt {
   }
 
   // Returns the slot of a layout, or null for a dtype that only Python knows.
-  const Slot* slot_of(const at::Tensor& tensor, const std::vector<int64_t>& parts) {
-    std::vector<int64_t> key{static_cast<int64_t>(tensor.scalar_type()), tensor.dim()};
+  const Slot* slot_of(const at::Tensor& tensor, c10::ArrayRef<int64_t> parts) {
+    auto& key = recorder_.key;
+    key.assign({static_cast<int64_t>(tensor.scalar_type()), tensor.dim()});
     key.insert(key.end(), tensor.sizes().begin(), tensor.sizes().end());
     key.insert(key.end(), tensor.strides().begin(), tensor.strides().end());
     key.insert(key.end(), parts.begin(), parts.end());
@@ -569,7 +602,7 @@ class Attempt {
     const Slot made{
         int_attribute(slot.get(), n.index_), is_true(slot.get(), n.is_dense_),
         static_cast<size_t>(int_attribute(slot.get(), n.num_bytes_))};
-    return &recorder_.slots.emplace(std::move(key), made).first->second;
+    return &recorder_.slots.emplace(key, made).first->second;
   }
 
   static Ref tuple_of(c10::ArrayRef<int64_t> numbers) {
@@ -614,7 +647,7 @@ class Attempt {
   }
 
   // Finds what the call returned and wrote; returns false if that is not what the node has.
-  bool find_outputs(std::vector<at::Tensor>& tensors, std::vector<std::pair<uint64_t, PyObject*>>& values) {
+  bool find_outputs(Tensors& tensors, Values& values) {
     static PyObject* const kFloat = PyUnicode_InternFromString("float");
     static PyObject* const kInt = PyUnicode_InternFromString("int");
     static PyObject* const kBool = PyUnicode_InternFromString("bool");
@@ -637,7 +670,7 @@ class Attempt {
         is_right = false;
       }
     }
-    tensors.insert(tensors.end(), written_.begin(), written_.end());
+    tensors.append(written_.begin(), written_.end());
     for (const auto& tensor : tensors) is_right = is_right && is_plain(tensor);
     const bool is_mixed = !values.empty() && (!tensors.empty() || !parts_.empty());
     return is_right && !is_mixed && static_cast<int64_t>(tensors.size() + values.size()) == call_->num_outputs;
@@ -645,19 +678,21 @@ class Attempt {
 
   // Leaves a call out whose outputs are not those of the node: the coverage counts it, and later reads of what it wrote
   // are inputs of the step.
-  void give_up(const std::vector<at::Tensor>& tensors) {
-    const auto& n = names();
+  void give_up(const Tensors& tensors) {
     roll_back();
     for (const auto& tensor : tensors) {
       if (!tensor.has_storage()) continue;
       const Ref address(PyLong_FromVoidPtr(tensor.storage().unsafeGetStorageImpl()));
       if (find(bound_[Bound::kWriters], address.get()) != nullptr) check(PyDict_DelItem(bound_[Bound::kWriters], address.get()));
     }
-    const Ref skipped = attribute(attribute(bound_[Bound::kStep], n.counts_).get(), n.skipped_);
-    const Ref reason(PyUnicode_InternFromString("unexpected_output"));
-    PyObject* before = find(skipped.get(), reason.get());
+    count_skipped(Ref(PyUnicode_InternFromString("unexpected_output")).get());
+  }
+
+  void count_skipped(PyObject* reason) {
+    const Ref skipped = attribute(bound_.counts.get(), names().skipped_);
+    PyObject* before = find(skipped.get(), reason);
     const int64_t count = before == nullptr ? 0 : as_int(before);
-    check(PyDict_SetItem(skipped.get(), reason.get(), Ref(PyLong_FromLongLong(count + 1)).get()));
+    check(PyDict_SetItem(skipped.get(), reason, Ref(PyLong_FromLongLong(count + 1)).get()));
   }
 
   void commit_inputs() {
@@ -705,13 +740,12 @@ class Attempt {
 
   // Appends the digests and layouts of the call's sites.
   void append_sites() {
-    const auto& n = names();
     const Ref bytes(PyBytes_FromStringAndSize(
         reinterpret_cast<const char*>(bits_.data()), static_cast<intptr_t>(bits_.size() * sizeof(uint64_t))));
-    const Ref digests = attribute(bound_[Bound::kStep], n.digests_);
-    const Ref indices = attribute(bound_[Bound::kStep], n.layout_indices_);
-    for (const int64_t index : indices_) check(PyList_Append(indices.get(), Ref(PyLong_FromLongLong(index)).get()));
-    Ref(PyObject_CallMethodObjArgs(digests.get(), n.frombytes_, bytes.get(), nullptr));
+    for (const int64_t index : indices_) {
+      check(PyList_Append(bound_.indices.get(), Ref(PyLong_FromLongLong(index)).get()));
+    }
+    Ref(PyObject_CallFunctionObjArgs(bound_.add_digests.get(), bytes.get(), nullptr));
   }
 
   // ``CallGraph._advance``
@@ -719,11 +753,10 @@ class Attempt {
     const auto& n = names();
     PyObject* graph = bound_[Bound::kGraph];
     check(PyObject_SetAttr(node_.get(), n.previous_, at_.get()));
-    check(PyObject_SetAttr(shared_.get(), n.last_step_, step_number_.get()));
+    check(PyObject_SetAttr(shared_.get(), n.last_step_, bound_.step_number.get()));
     if (call_ != nullptr && call_->num_labels > 0) {
-      const Ref labels = attribute(graph, n.labels_);
       for (int64_t i = 0; i < call_->num_labels; i++) {
-        check(PyList_Append(labels.get(), Ref(PyLong_FromLongLong(call_->first_label + i)).get()));
+        check(PyList_Append(bound_.labels.get(), Ref(PyLong_FromLongLong(call_->first_label + i)).get()));
       }
     }
     check(PyObject_SetAttr(graph, n.at_, node_.get()));
@@ -756,7 +789,7 @@ class Attempt {
 
   Recorder& recorder_;
   const std::shared_ptr<Bound> owner_;
-  const Bound& bound_;
+  Bound& bound_;
   const Op& op_;
   const c10::FunctionSchema& schema_;
   Stack& stack_;
@@ -764,16 +797,16 @@ class Attempt {
   bool is_backward_ = false;
   bool is_forward_ = false;
   bool has_node_ = true;  // whether a view is registered for the autograd node that it made
-  Ref phase_, scope_, at_, node_, shared_, step_number_;
+  Ref phase_, scope_, at_, node_, shared_;
   Call* call_ = nullptr;
   int64_t first_site_ = 0;
-  std::vector<Input> inputs_;
-  std::vector<at::Tensor> written_;
-  std::vector<int64_t> parts_;
-  std::vector<size_t> changed_;
-  std::vector<c10::StorageImpl*> pinned_;
-  std::vector<uint64_t> bits_;
-  std::vector<int64_t> indices_;
+  c10::SmallVector<Input, 4> inputs_;
+  Tensors written_;
+  c10::SmallVector<int64_t, 16> parts_;
+  c10::SmallVector<size_t, 2> changed_;
+  c10::SmallVector<c10::StorageImpl*, 4> pinned_;
+  c10::SmallVector<uint64_t, 8> bits_;
+  c10::SmallVector<int64_t, 8> indices_;
 };
 
 // Takes the mode off torch's stack while a kernel runs, as torch does around ``__torch_dispatch__``.
@@ -837,17 +870,17 @@ bool record(Recorder& recorder, const c10::OperatorHandle& handle, Stack& stack)
   if (recorder.bound == nullptr) return false;
   const auto known = recorder.ops.find(&handle.schema());
   if (known == recorder.ops.end()) return false;
-  std::unique_ptr<StepLock> lock;
-  std::unique_ptr<Attempt> attempt;
+  std::optional<StepLock> lock;
+  std::optional<Attempt> attempt;
   try {
-    lock = std::make_unique<StepLock>(*recorder.bound);
+    lock.emplace(*recorder.bound);
     if (!lock->is_held) return false;
-    attempt = std::make_unique<Attempt>(recorder, known->second, handle, stack);
+    attempt.emplace(recorder, known->second, handle, stack);
     if (!attempt->is_likely()) return false;
     attempt->before();
   } catch (const PythonFailed&) {
     clear_error();
-    if (attempt != nullptr) attempt->roll_back();
+    if (attempt.has_value()) attempt->roll_back();
     return false;
   }
   const bool may_alert = at::globalContext().deterministicAlgorithms();
@@ -940,7 +973,7 @@ DET_EXPORT int det_open(void* recorder, PyObject* mode, PyObject* objects, int64
   if (one.layouts_generation != layouts) one.slots.clear();
   one.generation = generation;
   one.layouts_generation = layouts;
-  one.bound = std::make_shared<Bound>(Bound{Ref::of(objects)});
+  one.bound = std::make_shared<Bound>(objects);
   one.mode = mode;
   for (auto& open : open_recorders) {
     if (open.load() == &one) return 1;
@@ -967,7 +1000,8 @@ DET_EXPORT void det_close(void* recorder) {
 DET_EXPORT int64_t det_num_native(void* recorder) { return static_cast<Recorder*>(recorder)->num_native; }
 DET_EXPORT int64_t det_num_python(void* recorder) { return static_cast<Recorder*>(recorder)->num_python; }
 
-// Teaches an op, of which Python runs a call: (func, name, is_view, is_functional, writes, conditions, fresh).
+// Teaches an op, of which Python runs a call: (func, name, is_view, is_functional, reason why it is skipped or None,
+// writes, conditions, fresh).
 DET_EXPORT void det_teach_op(PyObject* facts) {
   if (delegated == nullptr) return;
   try {
@@ -976,9 +1010,10 @@ DET_EXPORT void det_teach_op(PyObject* facts) {
     Op op;
     op.is_view = PyObject_IsTrue(PyTuple_GetItem(facts, 2)) == 1;
     op.is_functional = PyObject_IsTrue(PyTuple_GetItem(facts, 3)) == 1;
-    op.writes = ints_of(PyTuple_GetItem(facts, 4));
-    op.conditions = ints_of(PyTuple_GetItem(facts, 5));
-    op.fresh = ints_of(PyTuple_GetItem(facts, 6));
+    if (PyTuple_GetItem(facts, 4) != &_Py_NoneStruct) op.skipped_as = Ref::of(PyTuple_GetItem(facts, 4));
+    op.writes = ints_of(PyTuple_GetItem(facts, 5));
+    op.conditions = ints_of(PyTuple_GetItem(facts, 6));
+    op.fresh = ints_of(PyTuple_GetItem(facts, 7));
     op.func = Ref::of(PyTuple_GetItem(facts, 0)).release();
     delegated->recorder->ops.emplace(delegated->schema, std::move(op));
   } catch (const PythonFailed&) {
@@ -996,6 +1031,10 @@ DET_EXPORT void det_teach(PyObject* node) {
     if (attribute(node, n.func_).get() != known->second.func) return;
     auto call = std::make_unique<Call>();
     call->op = &known->second;
+    call->phase = attribute(node, n.phase_);
+    call->scope = attribute(node, n.scope_);
+    call->names = attribute(node, n.names_);
+    call->shared = attribute(node, n.shared_);
     call->consts = attribute(node, n.consts_);
     if (PyList_Size(call->consts.get()) != delegated->arguments.num_constants) return;
     const Ref read_labels = attribute(node, n.read_labels_);
@@ -1006,11 +1045,10 @@ DET_EXPORT void det_teach(PyObject* node) {
     }
     call->numbers = ints_of(attribute(node, n.number_indices_).get());
     call->num_outputs = int_attribute(node, n.num_outputs_);
-    const Ref shared = attribute(node, n.shared_);
-    const Ref labels = attribute(shared.get(), n.labels_);
+    const Ref labels = attribute(call->shared.get(), n.labels_);
     call->first_label = int_attribute(labels.get(), n.start_);
     call->num_labels = int_attribute(labels.get(), n.stop_) - call->first_label;
-    const int64_t num_inputs = PyList_Size(attribute(node, n.names_).get());
+    const int64_t num_inputs = PyList_Size(call->names.get());
     if (call->num_labels != num_inputs + (call->numbers.empty() ? 0 : 1) + call->num_outputs) return;
     call->arguments = std::move(delegated->arguments);
     delegated->is_described = false;

@@ -141,6 +141,8 @@ def native_calls(recorder: Any) -> NativeCalls | None:
 
 def _is_plain(plan: OpPlan, func: Any) -> bool:
     """Return whether calls of an op need only their arguments and results to be recorded."""
+    if plan.kind is OpKind.IGNORED:
+        return True
     if plan.kind not in (OpKind.DIGEST, OpKind.VIEW) or make_plan(func).kind is OpKind.COMPOSITE:
         return False
     returns_list = any(str(one.type).startswith("List") for one in schema_of(func).returns)
@@ -157,6 +159,7 @@ def _facts_of(plan: OpPlan, func: Any) -> tuple[Any, ...]:
         func.name(),
         plan.kind is OpKind.VIEW,
         plan.is_functional,
+        plan.kind.value if plan.kind is OpKind.IGNORED else None,
         tuple(write.index for write in plan.writes),
         tuple(-1 if name is None else plan.argument_names.index(name) for name in conditions),
         plan.fresh_returns,

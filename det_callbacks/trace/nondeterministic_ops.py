@@ -200,8 +200,8 @@ class Plans:
         plan = make_plan(func)
         return (
             self.known is self.of_native
-            and type(func) is OpOverload
-            and func.namespace == "aten"
+            and isinstance(func, OpOverload)
+            and func.namespace in ("aten", "profiler")
             and plan.call is kernel_of(func)
             and self.around is None
             and (self.nondeterministic_ops is None or not self.nondeterministic_ops.may_alert(plan))

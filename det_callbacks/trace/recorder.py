@@ -112,7 +112,7 @@ class Recorder:
         )
         self.native = native_calls(self)
         if self.native is not None:
-            self.undigested.teach_view = self.native.teach_op
+            self.undigested.teach = self.native.teach_op
         self._accumulation: OpPlan | None = None
         self._expected: Expectation | None = None
 

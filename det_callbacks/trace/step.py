@@ -47,10 +47,10 @@ class Step:
         self.deferred.begin()
         self.layouts.trim()
         self.ledger.close()
-        self.graph.begin()
         self.digests = array("Q")
         self.layout_indices = []
         self.counts = StepCounts()
+        self.graph.begin()  # last: the native recorder sees by its labels that a step has begun
 
     def discard(self) -> None:
         """Release every weak reference that the step holds; may be called more than once."""

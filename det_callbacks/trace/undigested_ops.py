@@ -47,7 +47,7 @@ class UndigestedOps:
         self._step, self._places, self._plans = step, places, plans
         self._collectives, self._output_hooks = collectives, output_hooks
         self._copying: set[torch.device] = set()
-        self.teach_view: Callable[[OpPlan, Any], bool] | None = None  # teaches the native recorder
+        self.teach: Callable[[OpPlan, Any], bool] | None = None  # the native recorder, an op
         # fill allocated memory with this byte; None leaves it unchanged
         self.fill: int | None = None
 
@@ -60,8 +60,8 @@ class UndigestedOps:
             step.counts.num_views += 1
             if _is_grad_enabled() or self._places.backward.is_unclaimed():
                 self._touch(func, plan)
-            if self.teach_view is not None:
-                self.teach_view(plan, func)
+            if self.teach is not None:
+                self.teach(plan, func)
             return plan.call(*args, **kwargs)
         if plan.kind is not OpKind.UNINITIALISED:
             # the op, or another stream, may write memory that the recorder does not see
@@ -81,7 +81,10 @@ class UndigestedOps:
         elif plan.kind is OpKind.OPAQUE:
             step.counts.opaque.add(plan.name)
             self._places.backward.note_unseen()
-        elif plan.kind is not OpKind.IGNORED:
+        elif plan.kind is OpKind.IGNORED:
+            if self.teach is not None:
+                self.teach(plan, func)
+        else:
             self._forget(tensors_in((*args, *kwargs.values())))
         return out
 

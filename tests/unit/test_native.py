@@ -505,6 +505,29 @@ def test_no_tensor_outlives_its_step() -> None:
     assert sizes[-1] - sizes[4] < 40e6  # a tensor that stays in each step would add 160 MB
 
 
+@pytest.mark.parametrize(
+    ("make", "share"),  # of the ops of a later step: those that Python records
+    [
+        # one: the draw of the batch
+        pytest.param(of_optimizer(torch.optim.AdamW, lr=0.01, foreach=False), 0.01, id="network"),
+        # the gates are parts of a tensor, each written in place
+        pytest.param(of_model(lambda: nn.GRU(6, 4), 3, 2, 6, first=True), 0.3, id="gru"),
+    ],
+)
+def test_hardly_an_op_of_a_known_step_goes_to_python(
+    make: Callable[[], Made], share: float
+) -> None:
+    model, optimizers, step = make()
+    mode = HashMode(model)
+    mode.optimizers = optimizers
+    for number in range(STEPS):
+        mode.begin()
+        step(number)
+        mode.finish()
+        num_native, num_python = mode.recorder.native.take_counts()
+    assert num_python <= share * (num_native + num_python), (num_native, num_python)
+
+
 def recorded(
     path: Any, recorder: str, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> TrainingRun:
