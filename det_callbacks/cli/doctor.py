@@ -1,6 +1,7 @@
 """The commands about this machine; ``doctor`` works even if other packages are broken."""
 
 import argparse
+import os
 
 from det_callbacks.cli.parser import print_found
 from det_callbacks.environment.installation import look_at_installation
@@ -10,6 +11,7 @@ from det_callbacks.report.installation import broken_report, broken_to_dict
 
 
 def doctor(options: argparse.Namespace) -> int:
+    variables = dict(os.environ)
     here = look_at_installation()
     if here.broken or here.missing:
         return print_found(
@@ -22,7 +24,7 @@ def doctor(options: argparse.Namespace) -> int:
     from det_callbacks.runs.store import Run  # noqa: PLC0415  # likewise
 
     against = None if options.against is None else Run.open(options.against)
-    diagnosis = diagnose(here, against=against, recorder=state())
+    diagnosis = diagnose(here, against=against, recorder=state(), variables=variables)
     status = int(not diagnosis.is_well)
     return print_found(options, diagnosis.to_dict, lambda: doctor_report(diagnosis), status=status)
 

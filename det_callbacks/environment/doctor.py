@@ -2,6 +2,7 @@
 from a reference's machine.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -76,10 +77,17 @@ class Diagnosis:
 
 
 def diagnose(
-    installation: Installation, *, against: Run | None = None, recorder: str = ""
+    installation: Installation,
+    *,
+    against: Run | None = None,
+    recorder: str = "",
+    variables: Mapping[str, str] | None = None,
 ) -> Diagnosis:
     """Check the settings of a run, or the defaults, in this process;
     ``recorder`` says what would record.
+
+    ``variables`` are those of the environment before torch and Lightning were imported, which set
+    some themselves: these are not compared. By default, all are.
     """
     settings = DeterminismSettings() if against is None else _settings_of(against)
     findings = tuple(
@@ -103,6 +111,8 @@ def diagnose(
     found = () if against is None else compare_environments(against.manifest.environment, here)
     kept = [one for one in found if one.name in here or one.name.startswith((VARIABLE, OPTION))]
     kept = [one for one in kept if not one.name.startswith(("settings.", "code."))]
+    set_here = _changed(dict(os.environ) if variables is None else variables)
+    kept = [one for one in kept if one.name not in set_here]
     kept.sort(key=lambda one: (not one.changes_bits, one.name))
     return Diagnosis(
         installation=installation,
@@ -111,6 +121,11 @@ def diagnose(
         against=None if against is None else str(against.path).replace(str(Path.home()), "~"),
         differences=tuple((one, _line_for_entry(one.name, one.reference)) for one in kept),
     )
+
+
+def _changed(variables: Mapping[str, str]) -> set[str]:
+    """Return the entries of variables that now have other values."""
+    return {f"{VARIABLE}{name}" for name, _ in variables.items() ^ os.environ.items()}
 
 
 def _find(name: str, wanted: Any, found: Any) -> SettingFinding:

@@ -19,6 +19,7 @@ from det_callbacks.environment.capture import capture_environment
 from det_callbacks.environment.doctor import diagnose
 from det_callbacks.environment.installation import look_at_installation
 from det_callbacks.internals import versions
+from det_callbacks.runs.store import Run
 from det_callbacks.runs.writer import RunWriter
 from det_callbacks.settings import DeterminismSettings, enforce_determinism, settings_in_force
 
@@ -196,6 +197,20 @@ def fail_with_paths(name: str) -> Any:
             )
 
     return Broken()
+
+
+def test_a_variable_that_an_import_set_is_not_compared(tmp_path, monkeypatch):
+    before = dict(os.environ)
+    with enforce_determinism(DeterminismSettings()):
+        run = Run.open(recorded(tmp_path / "run"))
+        monkeypatch.setenv("PYTORCH_SET_BY_AN_IMPORT", "1")
+        here = look_at_installation()
+        compared, others = (
+            diagnose(here, against=run, **options).differences
+            for options in ({}, {"variables": before})
+        )
+    assert [difference.name for difference, _ in compared] == ["env.PYTORCH_SET_BY_AN_IMPORT"]
+    assert others == ()
 
 
 @pytest.mark.parametrize("is_broken", [False, True])
