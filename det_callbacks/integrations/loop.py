@@ -22,9 +22,17 @@ from typing_extensions import override
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.errors import NothingComparedError, SelectionError, SettingsError
 from det_callbacks.internals.replaced import ReplacedMethods
-from det_callbacks.internals.torch import BACKWARD, BUFFERS, MAKES_SCALE, PARAMETERS, graph_task_id
+from det_callbacks.internals.torch import (
+    BACKWARD,
+    BUFFERS,
+    CHILDREN,
+    MAKES_SCALE,
+    PARAMETERS,
+    graph_task_id,
+)
 from det_callbacks.observers.observations import REGISTRY
 from det_callbacks.runs.metrics import LOG, RESUMED, Metric, Reading, ReadRow
+from det_callbacks.runs.program import further_name
 from det_callbacks.trace.dispatch import runs_uncompiled
 from det_callbacks.trace.leaves import StateWalker
 from det_callbacks.trace.optimizers import parameters_of
@@ -35,6 +43,20 @@ from det_callbacks.training.loading import Draws, find_generators
 from det_callbacks.training.training import LoaderFollower, Training, inside, unwrapped
 
 _Batch = TypeVar("_Batch")
+
+
+def _averages(wrapper: nn.Module, module: nn.Module) -> bool:
+    """Return whether a module holds a copy of another one, with the same parameters, as
+    ``AveragedModel`` does.
+    """
+    copy = vars(wrapper).get(CHILDREN, {}).get("module")
+    if copy is None or any(one is copy for one in module.modules()):
+        return False
+    shapes = [
+        [(name, parameter.shape) for name, parameter in one.named_parameters()]
+        for one in (unwrapped(copy), module)
+    ]
+    return shapes[0] == shapes[1] != []
 
 
 class LoopTraining(Training):
@@ -49,7 +71,8 @@ class LoopTraining(Training):
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._ddp: DistributedDataParallel | None = None
         self.module, self.optimizers = unwrapped(model), optimizers
-        self._find_schedulers()
+        self._average: tuple[str, StateWalker] | None = None  # of the weights, with its class
+        self._find_state()
         while model is not self.module:
             if isinstance(model, DistributedDataParallel):
                 self._ddp = model
@@ -58,23 +81,24 @@ class LoopTraining(Training):
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.folder = Path()
 
-    def _find_schedulers(self) -> None:
-        """Find the schedulers of the optimizers, and the gradient scaler if the program has one:
-        nothing of the loop says what they are. Takes some 100 milliseconds in a large process.
+    def _find_state(self) -> None:
+        """Find the optimizers' schedulers, and the gradient scaler and the average of the weights
+        where the program has one: nothing of the loop says what they are. Takes some 100
+        milliseconds in a large process.
         """
-        optimizers, schedulers, scalers = (
-            [*self.optimizers],
-            list[LRScheduler](),
-            list[GradScaler](),
-        )
+        optimizers = [*self.optimizers]
         if not optimizers:
             return
+        schedulers = list[LRScheduler]()
         gc.collect()  # schedulers that are no longer used may be in reference cycles
         for one in gc.get_objects():  # ``isinstance`` would run code of lazy objects
-            if issubclass(type(one), LRScheduler) and "optimizer" in vars(one):
+            kind = type(one)
+            if issubclass(kind, LRScheduler) and "optimizer" in vars(one):
                 schedulers.append(one)
-            elif issubclass(type(one), GradScaler) and one.is_enabled():
-                scalers.append(one)
+            elif issubclass(kind, GradScaler) and one.is_enabled():
+                self.scaler = one  # the newest, if others are left of an earlier training
+            elif issubclass(kind, nn.Module) and _averages(one, self.module):
+                self._average = kind.__name__, StateWalker(one)
         inner = {
             id(one)
             for scheduler in schedulers
@@ -84,7 +108,15 @@ class LoopTraining(Training):
         used = [one for one in schedulers if id(one.optimizer) in places and id(one) not in inner]
         used.sort(key=lambda one: (places[id(one.optimizer)], type(one).__qualname__))
         self.schedulers = [(scheduler, "") for scheduler in used]
-        self.scaler = scalers[0] if len(scalers) == 1 else None
+
+    @override
+    def further_state(self) -> Iterator[tuple[str, Tensor | int | float | bool]]:
+        yield from super().further_state()
+        if self._average is not None:
+            name, walker = self._average
+            with unobserved():
+                for path, tensor in walker.walk(PARAMETERS, BUFFERS):
+                    yield further_name(name, path), tensor
 
     @override
     def follow_loaders(self, follower: LoaderFollower) -> None:

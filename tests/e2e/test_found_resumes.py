@@ -2,6 +2,7 @@
 from there on, in any loop.
 """
 
+import copy
 import sys
 from collections.abc import Mapping
 from itertools import islice
@@ -12,6 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from det_callbacks import (
@@ -402,28 +404,59 @@ def test_schedulers_and_the_scaler_of_a_loop_are_found_and_no_others():
         "state of the gradient scaler: scale",
         "state of the gradient scaler: growth_tracker",
     }
-    second = torch.amp.GradScaler("cpu")
-    assert LoopTraining(loop.model, [loop.optimizer]).scaler is None, "which one is unknown"
-    assert None not in (of_other, unused, second)  # they are alive
+    newest = torch.amp.GradScaler("cpu")
+    assert LoopTraining(loop.model, [loop.optimizer]).scaler is newest
+    assert None not in (of_other, unused)  # they are alive
 
 
-def test_a_scaler_that_is_not_restored_is_told(tmp_path):
+class Averages(nn.Module):
+    """Averages the weights, as ``ModelEmaV2`` of timm does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("kind", [AveragedModel, Averages])
+def test_the_average_of_a_loops_weights_is_found_and_no_other(kind):
+    loop = Loop()
+    average, of_other = kind(loop.model), kind(nn.Linear(3, 3))
+
+    def found() -> set[str]:
+        training = LoopTraining(loop.model, [loop.optimizer])
+        return {name for name, _ in training.further_state()}
+
+    names = {f"state of {kind.__name__}: {name}" for name in average.state_dict()}
+    assert found() == names
+    wrapped = nn.DataParallel(loop.model)  # holds the model itself
+    assert found() == names
+    assert None not in (of_other, wrapped)
+    loop.model.average = average  # in the model's state already
+    assert found() == set()
+
+
+@pytest.mark.parametrize(
+    ("lost", "named"),
+    [
+        ("", ""),
+        ("scaler", "the gradient scaler"),
+        ("average", "AveragedModel"),
+    ],
+)
+def test_a_scaler_or_averaged_weights_that_are_not_restored_are_told(lost, named, tmp_path):
     saved: dict[str, Any] = {}
 
-    def train(mode: str, begin: int = 0, *, is_whole: bool = True) -> TrainingRun:
+    def train(mode: str, begin: int = 0, **options: Any) -> TrainingRun:
         loop, scaler = Loop(), torch.amp.GradScaler("cpu", growth_interval=2)
-        parts = {"model": loop.model, "optimizer": loop.optimizer, "scaler": scaler}
+        average = AveragedModel(loop.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        parts = {"model": loop.model, "optimizer": loop.optimizer}
+        parts |= {"scaler": scaler, "average": average}
         if begin:
-            for name in list(parts)[: 3 if is_whole else 2]:
+            for name in parts.keys() - {lost}:
                 parts[name].load_state_dict(_copied(saved[name]))
             torch.set_rng_state(saved["rng"])
-        current: dict[str, Any] = (
-            {} if mode == "record" else {"current": tmp_path / f"whole {is_whole}"}
-        )
-        run = TrainingRun(
-            tmp_path / "run", mode=mode, model=loop.model, optimizers=loop.optimizer, **current
-        )
-        with run:
+        options |= {"mode": mode, "level": "state", "model": loop.model}
+        with TrainingRun(tmp_path / "run", optimizers=loop.optimizer, **options) as run:
             for step in range(begin, STEPS):
                 batch = DATA[8 * step : 8 * step + 8]
                 with run.step(batch):
@@ -431,19 +464,23 @@ def test_a_scaler_that_is_not_restored_is_told(tmp_path):
                     scaler.step(loop.optimizer)
                     scaler.update()
                     loop.optimizer.zero_grad()
+                average.update_parameters(loop.model)
                 if step + 1 == AT:
                     saved.update({name: _copied(part.state_dict()) for name, part in parts.items()})
                     saved["rng"] = torch.get_rng_state()
         return run
 
     train("record")
-    assert train("verify", begin=AT).verdict.verdict == "match"
+    if not lost:
+        assert train("verify", AT, current=tmp_path / "current").verdict.verdict == "match"
+        return
     with pytest.raises(DivergenceError) as caught:
-        train("verify", begin=AT, is_whole=False)
+        train("verify", AT, current=tmp_path / "current")
     verdict = caught.value.verdict
-    assert verdict.cause == "checkpoint"
-    assert "state of the gradient scaler: scale" in verdict.explanation
-    assert verdict.resume.restored["further"] == {"the gradient scaler": "differs"}
+    assert (verdict.cause, verdict.first_divergence.step) == ("checkpoint", AT)
+    assert verdict.first_divergence.name.startswith(f"state of {named}: ")
+    further = dict.fromkeys(["the gradient scaler", "AveragedModel"], "restored")
+    assert verdict.resume.restored["further"] == {**further, named: "differs"}
 
 
 def test_a_table_says_what_differs_how_it_differs_and_what_restores_it():
