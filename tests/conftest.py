@@ -22,6 +22,9 @@ import torch._inductor.config
 from det_callbacks.internals.replaced import ReplacedMethods
 from det_callbacks.verdict import Verdict
 
+# Whether the native recorder has been built must not decide what other tests than its own see.
+os.environ.setdefault("DET_CALLBACKS_RECORDER", "python")
+
 # What a test writes need not outlive the machine, and waiting for the disk takes as long as a
 # training: its files are only asked for, which fails for one that is closed as fsync does. A kill
 # of a process loses nothing of them.

@@ -37,6 +37,6 @@ def native(options: argparse.Namespace) -> int:
         raise CheckError(f"The native recorder cannot be built: {found.problem}.")
     print_line(
         make_console(),
-        f"The native recorder is built: {found.path}. DET_CALLBACKS_RECORDER=native uses it.",
+        f"The native recorder is built: {found.path}. Recordings at level op use it from now on.",
     )
     return 0

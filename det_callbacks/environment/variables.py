@@ -41,7 +41,7 @@ CAPTURE = "DET_CALLBACKS_CAPTURE"
 
 RECORDER = "DET_CALLBACKS_RECORDER"
 """Which code records the ops of a step: python, native (``native/build.py``), or auto,
-which is python for now.
+the default: native where it has been built, else python.
 """
 
 NUM_WORKERS = "DET_CALLBACKS_NUM_WORKERS"

@@ -51,11 +51,14 @@ def choice() -> str:
 
 
 def load() -> ctypes.PyDLL | None:
-    """Return the library if the environment asks for the native recorder; build it if need be.
+    """Return the library if it is to record, or None for Python.
 
-    Where it cannot be built, warn once: Python records then, slower, the same run.
+    If the environment asks for it, build it; where that fails, warn once, and Python records the
+    same run, slower. By default, it records if it has been built.
     """
-    return _loaded() if choice() == "native" else None
+    chosen = choice()
+    is_wanted = chosen == "native" or (chosen == "auto" and _is_built())
+    return _loaded() if is_wanted else None
 
 
 def built() -> Path | None:
@@ -97,10 +100,12 @@ def _build(compiler: str, path: Path) -> Build:
 def state() -> str:
     """Return which recorder this process would use at level op; builds nothing."""
     chosen = choice()
-    if chosen != "native":
-        return f"Python ({RECORDER} is {chosen}; native is faster)"
+    if chosen == "python":
+        return f"Python ({RECORDER} is python)"
     if built() is not None:
         return "native code, which is built"
+    if chosen == "auto":
+        return "Python (python -m det_callbacks native build makes recordings at level op faster)"
     if (problem := _obstacle()) is not None:
         return f"Python, because {problem}"
     return "native code, which the next run builds (python -m det_callbacks native build)"
@@ -110,13 +115,20 @@ def _compiler() -> str:
     return os.environ.get("CXX") or shutil.which("g++") or ""
 
 
-def _obstacle() -> str | None:
-    """Return why the library cannot be built here, or None."""
+def _obstacle(*, needs_compiler: bool = True) -> str | None:
+    """Return why the library cannot be built here, or None; without a compiler it may still run."""
     if sys.platform != "linux":
         return "the native recorder is for Linux"
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         return "this Python has no GIL, which the native recorder needs"
-    return None if _compiler() else "there is no C++ compiler: install g++, or set CXX"
+    if not needs_compiler or _compiler():
+        return None
+    return "there is no C++ compiler: install g++, or set CXX"
+
+
+@cache
+def _is_built() -> bool:
+    return _obstacle(needs_compiler=False) is None and built() is not None
 
 
 @cache

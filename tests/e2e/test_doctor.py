@@ -182,7 +182,7 @@ def test_a_version_of_lightning_with_malware_is_not_imported(version, is_bad, ca
 
 
 # Variables of the environment that settings are about, and that the advice names.
-READ = {"PYTHONHASHSEED", "CUBLAS_WORKSPACE_CONFIG"}
+READ = {"PYTHONHASHSEED", "CUBLAS_WORKSPACE_CONFIG", "DET_CALLBACKS_RECORDER"}
 
 
 def fail_with_paths(name: str) -> Any:

@@ -563,9 +563,23 @@ def test_other_words_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         HashMode(net())
 
 
-@pytest.mark.parametrize("chosen", ["auto", "python"])
-def test_python_unless_asked(chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(RECORDER, chosen)
+def test_native_by_default_once_it_is_built(tmp_path, monkeypatch):
+    monkeypatch.delenv(RECORDER)
+    with_auto = []
+    for home in (None, tmp_path):  # where it is built, and where not
+        if home is not None:
+            monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+        native._is_built.cache_clear()
+        with_auto.append((HashMode(net()).recorder.native is not None, native.state()))
+    native._is_built.cache_clear()
+    assert [is_native for is_native, _ in with_auto] == [True, False]
+    assert with_auto[0][1] == "native code, which is built"
+    assert "python -m det_callbacks native build" in with_auto[1][1]
+    assert not [*tmp_path.rglob("*.so")], "nothing is built that nobody asked for"
+
+
+def test_python_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RECORDER, "python")
     assert HashMode(net()).recorder.native is None
 
 
