@@ -91,13 +91,13 @@ class Graph:
 
     @cached_property
     def first(self) -> RowDifference:
-        return self.difference.at(next(iter(self.difference.kinds)))
+        return self.difference.row_difference(next(iter(self.difference.kinds)))
 
     @cached_property
     def origin(self) -> RowDifference | None:
         """The first proven origin."""
         rows = self.difference.starting("here")
-        return self.difference.at(rows[0]) if rows else None
+        return self.difference.row_difference(rows[0]) if rows else None
 
     @property
     def leading(self) -> RowDifference:
@@ -118,7 +118,9 @@ class Graph:
         """The differences that the step started with, before its first origin."""
         rows = [row for row in self.difference.starting("outside") if row not in self.drawn_within]
         return [
-            self.difference.at(row) for row in rows if self.origin is None or row < self.origin.row
+            self.difference.row_difference(row)
+            for row in rows
+            if self.origin is None or row < self.origin.row
         ]
 
     @property

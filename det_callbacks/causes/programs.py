@@ -261,7 +261,7 @@ def _graph_that_reads(graph: Graph) -> RowDifference | None:
         return None
     graphs = (row for row in difference.kinds if difference.site(row).role == "graph")
     found = next((row for row in graphs if first.row in difference.rows_read(row)), None)
-    return None if found is None else difference.at(found)
+    return None if found is None else difference.row_difference(found)
 
 
 def scripted_module(graph: Graph, walk: Walk) -> Explanation | None:

@@ -77,7 +77,11 @@ def has_lost_state(graph: Graph) -> bool:
 
 def _restored(graph: Graph) -> list[RowDifference]:
     """Return the parameters, buffers and optimizer state that differ when the step starts."""
-    return [graph.difference.at(row) for row in graph.difference.starts if graph.is_state(row)]
+    return [
+        graph.difference.row_difference(row)
+        for row in graph.difference.starts
+        if graph.is_state(row)
+    ]
 
 
 def _is_further_alone(graph: Graph) -> bool:

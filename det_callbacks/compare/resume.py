@@ -6,12 +6,8 @@ from contextlib import suppress
 
 import numpy as np
 
-from det_callbacks.compare.differences import (
-    RowDifference,
-    StepDifference,
-    compare_steps,
-    num_leading_sites,
-)
+from det_callbacks.compare.aligned_steps import num_leading_sites
+from det_callbacks.compare.differences import RowDifference, StepDifference, compare_steps
 from det_callbacks.compare.evidence import Evidence, find_evidence, read_rows
 from det_callbacks.compare.record import FitRecord
 from det_callbacks.errors import ReferenceFormatError, SelectionError
@@ -295,7 +291,9 @@ def _restored_starts(
     rows: dict[tuple[str, str], RowDifference] = {}
     if step in fit.differing:
         difference = compare_steps(view, current.view(0, fit.segment, step))
-        found = [difference.at(row) for row in difference.kinds if difference.is_leading[row]]
+        found = [
+            difference.row_difference(row) for row in difference.kinds if difference.is_leading[row]
+        ]
         rows = {(one.site.subject or one.site.phase, one.site.of): one for one in found}
         with suppress(ReferenceFormatError):  # the verdict says that it cannot be read
             evidence = find_evidence(reference, current, difference)
