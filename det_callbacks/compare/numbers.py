@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from det_callbacks.compare.numerics import kept_sites
 from det_callbacks.compare.ranks import FirstDifference
+from det_callbacks.compare.step_numerics import kept_sites
 from det_callbacks.digest.numbers import PARTS, can_measure
 from det_callbacks.errors import ReferenceFormatError, SelectionError
 from det_callbacks.runs.files import MANIFEST, damaged

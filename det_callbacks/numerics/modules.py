@@ -28,7 +28,7 @@ from det_callbacks.observers.functions import leaves_of
 from det_callbacks.runs.selection import as_names
 from det_callbacks.settings import MAX_SEED, DeterminismSettings, enforce_determinism
 from det_callbacks.tensors.copies import copy_bits
-from det_callbacks.tensors.files import SavedTensor, measure_saved
+from det_callbacks.tensors.files import SavedTensor, joined, measure_saved
 from det_callbacks.text import count
 from det_callbacks.trace.components import is_special
 from det_callbacks.trace.leaves import flatten
@@ -389,26 +389,10 @@ def _alike(
     num_dims = len(base[0].shape)
     first = [join % num_dims] if -num_dims <= join < num_dims else []
     for dim in dict.fromkeys([*first, *range(num_dims)]):
-        one, other = _joined(base, dim), _joined(control, dim)
+        one, other = joined(base, dim), joined(control, dim)
         if one is not None and other is not None and one.shape == other.shape:
             return one, other
     return None
-
-
-def _joined(parts: Sequence[SavedTensor], dim: int) -> SavedTensor | None:
-    """Return tensors joined in a dimension; None if they differ in another one."""
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    others = {(*part.shape[:dim], -1, *part.shape[dim + 1 :]) for part in parts}
-    if len(others) > 1 or any(part.dtype != first.dtype for part in parts):
-        return None
-    # the last dimension holds the bytes of an element
-    filled = [part.bits.reshape(*part.shape, -1) for part in parts if part.bits.size]
-    joined = np.concatenate(filled, axis=dim) if filled else first.bits
-    length = sum(part.shape[dim] for part in parts)
-    shape = (*first.shape[:dim], length, *first.shape[dim + 1 :])
-    return replace(first, shape=shape, bits=joined.reshape(-1))
 
 
 def _is_compiled(module: nn.Module) -> bool:
