@@ -354,8 +354,8 @@ class _ResumedStep:
             of_step = _steps_of_states(reference, record.segment, record.step, states)
         if self.has_other_batch and batch.indices == "same":
             of_step["data"] = record.step
-        elif self.has_other_batch and batch.is_whole and batch.found_at is not None:
-            of_step["data"] = batch.found_at
+        elif self.has_other_batch and batch.source is not None and batch.source.has_all:
+            of_step["data"] = batch.source.step
         return of_step
 
 
