@@ -309,8 +309,8 @@ def batch_lines(graph: Graph) -> list[str]:
     in_both = [item for item in tensors if item.divergence.kind not in ("missing", "extra")]
     names = [source_name(item) for item in in_both if item.site.role != "samples"]
     bits = [f"different bits in {listed(names) or 'its samples'}"] * bool(in_both)
-    known = [*bits, *_of_batch(graph)]
-    return [*(f"batch: {one}" for one in known), *(f"loader: {one}" for one in _of_loader(graph))]
+    facts = [*bits, *_of_batch(graph)]
+    return [*(f"batch: {one}" for one in facts), *(f"loader: {one}" for one in _of_loader(graph))]
 
 
 def advise_on_batch(graph: Graph, todo: str) -> str:

@@ -63,12 +63,14 @@ def moved_within(graph: Graph) -> Iterator[Node]:
     """
     step = graph.difference.step
     of_row = {row: graph.difference.site(row).of for row in graph.drawn_within}
-    found = {change.name: change for change in graph.evidence.generators}
+    changes = {change.name: change for change in graph.evidence.generators}
     for name in of_row.values():
         yield (
-            generator_node(found[name], is_proven=False) if name in found else _unknown(name, step)
+            generator_node(changes[name], is_proven=False)
+            if name in changes
+            else _unknown(name, step)
         )
-    for name, change in found.items():
+    for name, change in changes.items():
         if name not in of_row.values() and change.equal_at == (step, BATCH_START):
             yield generator_node(change, is_proven=False)
 
@@ -263,12 +265,12 @@ def show_change(change: GeneratorChange, evidence: Evidence) -> str:
 
 
 def show_idle(change: GeneratorChange) -> str:
-    """Return that a generator started in a different state and stayed in it."""
+    """Say that a generator started in a different state and stayed in it."""
     return f"{show_start(change)}, and no recorded step has drawn from it yet"
 
 
 def show_start(change: GeneratorChange) -> str:
-    """Return that a generator started in a different state."""
+    """Say that a generator started in a different state."""
     if change.is_reseeded:
         return f"the generator {change.name} was {_seeded(change)}"
     return (

@@ -262,12 +262,12 @@ class Graph:
         site = self.difference.site(row)
         if not site.op:  # below level op only the updated state shows the update
             return site.phase in ("optimizer", "state")
-        is_called_otherwise = self.difference.kinds.get(row) != "content"
+        is_called_differently = self.difference.kinds.get(row) != "content"
         is_written = site.name is not None and site.name not in {
             *self.gradients[0],
             *self.gradients[1],
         }
-        return is_called_otherwise and (
+        return is_called_differently and (
             site.phase == "optimizer" or (site.phase == "gradient" and is_written)
         )
 

@@ -166,7 +166,7 @@ def _is_of_model(choice: EnvironmentDifference) -> bool:
 
 
 def begun_before(what: str, step: int, choices: Sequence[EnvironmentDifference]) -> str:
-    """Return that a difference may have started in steps that were not recorded;
+    """Say that a difference may have started in steps that were not recorded;
     ``what`` starts the sentence.
     """
     choice = earlier_choice(choices)

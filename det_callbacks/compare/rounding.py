@@ -66,8 +66,8 @@ class Rounding:
 
     def bound(self, site: Divergence, dtype: str) -> float | None:
         """Return the relative error to tolerate at a site, or None if it was not measured."""
-        known = self.bounds.get(place_of(site))
-        return None if known is None else MARGIN * max(known, epsilon(dtype))
+        measured = self.bounds.get(place_of(site))
+        return None if measured is None else MARGIN * max(measured, epsilon(dtype))
 
 
 def write_rounding(folder: Path, numerics: Numerics) -> None:

@@ -39,13 +39,13 @@ def kept_sites(view: StepView, saved: SavedStep) -> dict[int, str]:
     """Return the keys of kept tensors by position; leave out sites whose bits
     are not those kept.
     """
-    found = {}
+    keys = {}
     for position, site in enumerate(view.program.sites):
         key = key_of(site)
         digest = format_digest(int(view.record.digests[position]))
         if site.role == "output" and saved.entries.get(key, {}).get("site_digest") == digest:
-            found[position] = key
-    return found
+            keys[position] = key
+    return keys
 
 
 Positions = tuple[Sequence[int], Sequence[int]]

@@ -123,13 +123,13 @@ def _described(fit: FitSummary, names: Sequence[str]) -> str:
 
 def _readers_by_step(fit: FitSummary) -> dict[str, dict[int, list[Site]]]:
     """Return the forward ops that read each named tensor, by name and step."""
-    found: dict[str, dict[int, list[Site]]] = {}
+    readers: dict[str, dict[int, list[Site]]] = {}
     for program, records in fit.programs:
         for name, sites in forward_readers(program).items():
-            found.setdefault(name, {}).update(
+            readers.setdefault(name, {}).update(
                 dict.fromkeys((record.step for record in records), sites)
             )
-    return found
+    return readers
 
 
 def _cut_by_checkpoint(fit: FitSummary, readers: Sequence[Mapping[int, list[Site]]]) -> str:
@@ -213,17 +213,17 @@ def _kept_inputs(program: Program) -> dict[str, list[int]]:
     The backward pass of a generator also adds to the gradients of its critic, which are cleared
     before their update.
     """
-    found: dict[str, list[int]] = {}
+    kept: dict[str, list[int]] = {}
     for name, last in _updates(program).items():
         pending = [last]
         while pending:
             for at in program.sites[pending.pop()].inputs:
                 site = program.sites[at]
                 if site.role == "input":
-                    found.setdefault(name, []).append(at)
+                    kept.setdefault(name, []).append(at)
                 elif (site.subject, site.of) == ("gradient", name):
                     pending.append(at)
-    return found
+    return kept
 
 
 _CLEARS = ("aten.zero_.", "aten._foreach_zero_.")

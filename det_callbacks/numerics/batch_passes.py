@@ -347,14 +347,14 @@ class WholePass(AlignedPass):
         """
         memory = _memory_of(tensor)
         is_all = tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes()
-        known = None if is_all else self._sample_strides.get(memory)
+        before = None if is_all else self._sample_strides.get(memory)
         self._sample_strides.pop(memory, None)
         if axis is None:
             return
         step, first = int(tensor.stride(axis.dim)) * axis.inner, int(tensor.storage_offset())
-        if known is not None:
-            if known[0] == step and not (first - known[1]) % step:
-                self._sample_strides[memory] = known
+        if before is not None:
+            if before[0] == step and not (first - before[1]) % step:
+                self._sample_strides[memory] = before
         elif is_dense(tuple(tensor.shape), tensor.stride()):
             self._sample_strides[memory] = step, first
 

@@ -197,14 +197,14 @@ class _Check:
                 if len(part) in self._failed:
                     continue
                 try:
-                    found = self._differences([Part(part, (*range(len(part)),))])
+                    differences = self._differences([Part(part, (*range(len(part)),))])
                 except Exception as error:
                     if not may_leave_out or len(part) == sizes[-1]:
                         raise
                     self._failed[len(part)] = error
                     by_size.pop(len(part), None)
                 else:
-                    by_size.setdefault(len(part), _Differences()).add(found)
+                    by_size.setdefault(len(part), _Differences()).add(differences)
         mixed = self._differences(self._with_others_replaced())
         return self._report(by_size, mixed, unstable.rows)
 
@@ -233,21 +233,21 @@ class _Check:
         size = len(part.samples)
         if size not in self._alignments:
             self._alignments[size] = self._align(part, self._rows)
-        found = self._pass(part, PartPass(self._rows, self._alignments[size], part, indices))
-        if found.has_left_alignment:
-            found = self._pass(
+        compared = self._pass(part, PartPass(self._rows, self._alignments[size], part, indices))
+        if compared.has_left_alignment:
+            compared = self._pass(
                 part, PartPass(self._rows, self._align(part, self._rows), part, indices)
             )
-        return found
+        return compared
 
     def _differences(self, parts: Iterable[Part]) -> _Differences:
-        found = _Differences()
+        differences = _Differences()
         for part in parts:
             compared = self._compared(part)
-            found.add(_Differences(compared.differing, compared.missing, compared.reordered))
+            differences.add(_Differences(compared.differing, compared.missing, compared.reordered))
             for row in compared.differing:
                 self._found_in.setdefault(row, []).append(part)
-        return found
+        return differences
 
     def _pass(self, part: Part, ops: PassType) -> PassType:
         """Run the model on a part of the batch; generators and buffers are as before."""
@@ -456,8 +456,8 @@ class _Check:
                 f"Batches of {size} were not compared: the model raised {type(error).__name__} "
                 f"({lines[0]})."
             )
-        for size, found in by_size.items():
-            missing = [self._rows[index] for index in sorted(found.missing)]
+        for size, differences in by_size.items():
+            missing = [self._rows[index] for index in sorted(differences.missing)]
             missing = [row for row in missing if row.digests is not None and row.key[1]]
             if missing:
                 module, op, *_ = missing[0].key

@@ -147,13 +147,13 @@ def compare_runs(
     if steps not in ("all", "common"):
         raise ValueError(f'steps must be "all" or "common"; got {steps!r}.')
     if numerics:
-        found = compare_numerics(
+        measured = compare_numerics(
             Run.open(reference, check_steps=False),
             Run.open(current, check_steps=False),
             tolerance=None if tolerance is None else Rounding.read(tolerance),
             names=None if names is None else ModuleNames.read(names),
         )
-        return replace(compare_runs(reference, current, steps=steps), numerics=found)
+        return replace(compare_runs(reference, current, steps=steps), numerics=measured)
     if tolerance is not None or names is not None:
         raise ValueError("tolerance and names belong to numerics=True.")
     reference_run = Run.open(reference, check_steps=False)
@@ -452,10 +452,10 @@ class _Judge:
         earliest = min(first.values(), key=_order, default=None)
         lacking = min(unpaired, key=_order, default=None)
         metric = self._first_metric()
-        if metric is not None and lacking is not None and metric.follows_from(lacking.segment):
-            metric = None
-        if metric is not None and earliest is not None and metric.follows_from(*earliest.moment):
-            metric = None
+        if metric is not None:
+            is_unpaired = lacking is not None and metric.follows_from_unpaired(lacking.segment)
+            is_later = earliest is not None and metric.follows_from_step(*earliest.moment)
+            metric = None if is_unpaired or is_later else metric
         differences = [
             difference for difference in (earliest, lacking, metric) if difference is not None
         ]

@@ -67,15 +67,17 @@ def open_reference(
         raise NotComparableError(text, Verdict.refused(str(run.path), "", text))
     require_reference(run, steps)
     manifest = run.manifest
-    known = {
+    recorded = {
         **asdict(manifest.selection),
         "replay": manifest.replay,
         "keep_tensors": manifest.keep_tensors,
     }
-    others = [name for name, value in asked.items() if _unordered(value) != _unordered(known[name])]
+    others = [
+        name for name, value in asked.items() if _unordered(value) != _unordered(recorded[name])
+    ]
     if others:
         raise SelectionError(
-            f"The reference {path} was recorded with {_shown(known, others)}, and this run asks "
+            f"The reference {path} was recorded with {_shown(recorded, others)}, and this run asks "
             f"for {_shown(asked, others)}. Leave that out to use the reference's, or record again."
         )
     for segment in run.segments if not peers.rank else ():
@@ -192,10 +194,10 @@ class Verification:
         self._writer.discard()
 
     def _compare_machines(self) -> tuple[EnvironmentDifference, ...]:
-        found = compare_environments(
+        differences = compare_environments(
             self.reference.manifest.environment, self._writer.manifest.environment
         )
-        return tuple(difference for difference in found if difference.is_machine)
+        return tuple(difference for difference in differences if difference.is_machine)
 
     def begin_fit(
         self, segment: int, *, is_resumed: bool = False, is_every_step: bool = True
