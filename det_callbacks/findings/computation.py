@@ -8,7 +8,7 @@ from math import prod
 import numpy as np
 
 from det_callbacks.digest.host import digest_bytes
-from det_callbacks.findings.facts import (
+from det_callbacks.findings.fit_summary import (
     MIN_BATCHES,
     MIN_STEPS,
     FitSummary,

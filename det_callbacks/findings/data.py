@@ -7,7 +7,14 @@ import numpy as np
 
 from det_callbacks.causes.programs import advise_on_recomputation
 from det_callbacks.compare.differences import recomputed_differently
-from det_callbacks.findings.facts import MIN_BATCHES, MIN_STEPS, Drawn, FitSummary, Series, place
+from det_callbacks.findings.fit_summary import (
+    MIN_BATCHES,
+    MIN_STEPS,
+    Drawn,
+    FitSummary,
+    Series,
+    place,
+)
 from det_callbacks.findings.rule import Found, found_in, from_to, of_one_process, span
 from det_callbacks.runs.evidence import BATCH_START, KIND_OF_SAMPLER, LOADER
 from det_callbacks.runs.manifest import FOLLOWED, OPTIMIZER
@@ -224,21 +231,7 @@ def repeated_batch(fit: FitSummary) -> Found | None:
         return None
     # in a followed script, each iter(loader) begins an epoch
     spans_epochs = has_more_data and fit.choice(FOLLOWED) is not None
-    # without a loader the updates of several optimizers are a step each,
-    # and may share the batch of an iteration
-    has_several = fit.choice(FOLLOWED) is not None and ", " in str(fit.choice(OPTIMIZER))
-    programs = {record.step: program.id for program, records in fit.programs for record in records}
-    num_pairs, streak, longest, repeated = 0, 0, 0, list[int]()
-    for (step, epoch, batch), (next_step, next_epoch, next_batch) in pairwise(fit.batches):
-        if next_step != step + 1 or (next_epoch != epoch and not spans_epochs):
-            streak = 0
-            continue
-        num_pairs += 1
-        is_other_update = has_several and programs[step] != programs[next_step]
-        streak = streak + 1 if batch == next_batch and not is_other_update else 0
-        longest = max(longest, streak)
-        if streak:
-            repeated.append(next_step)
+    repeated, longest, num_pairs = _repeats(fit, spans_epochs=spans_epochs)
     is_often = len(repeated) >= MIN_STEPS - 1 and len(repeated) >= MIN_SHARE * num_pairs
     if longest < MIN_STEPS - 1 and not is_often:
         return None
@@ -258,6 +251,28 @@ def repeated_batch(fit: FitSummary) -> Found | None:
             "step, and an iterator may be stuck"
         ),
     )
+
+
+def _repeats(fit: FitSummary, *, spans_epochs: bool) -> tuple[list[int], int, int]:
+    """Return the steps that get the previous step's batch, how many of them are in a row at most,
+    and the number of pairs of steps that could have equal batches.
+    """
+    # without a loader the updates of several optimizers are a step each,
+    # and may share the batch of an iteration
+    has_several = fit.choice(FOLLOWED) is not None and ", " in str(fit.choice(OPTIMIZER))
+    programs = {record.step: program.id for program, records in fit.programs for record in records}
+    num_pairs, streak, longest, repeated = 0, 0, 0, list[int]()
+    for (step, epoch, batch), (next_step, next_epoch, next_batch) in pairwise(fit.batches):
+        if next_step != step + 1 or (next_epoch != epoch and not spans_epochs):
+            streak = 0
+            continue
+        num_pairs += 1
+        is_other_update = has_several and programs[step] != programs[next_step]
+        streak = streak + 1 if batch == next_batch and not is_other_update else 0
+        longest = max(longest, streak)
+        if streak:
+            repeated.append(next_step)
+    return repeated, longest, num_pairs
 
 
 def _names_in_batch(fit: FitSummary) -> list[str]:

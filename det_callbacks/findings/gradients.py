@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from det_callbacks.findings.facts import (
+from det_callbacks.findings.fit_summary import (
     MIN_STEPS,
     FitSummary,
     ancestors,
@@ -245,17 +245,9 @@ def nothing_updated(fit: FitSummary) -> Found | None:
     if not still or not all(map(len, still)):
         return None
     since = max(int(steps[0]) for steps in still)
-    gradients = [
-        fit.gradients[name].since(since).steps.tolist() for name in names if name in fit.gradients
-    ]
-    steps = {step for of_name in gradients for step in of_name}
-    advice = ""
-    before = {
-        step
-        for name in names
-        if name in fit.gradients
-        for step in fit.gradients[name].steps.tolist()
-    }
+    gradients = [fit.gradients[name] for name in names if name in fit.gradients]
+    steps = {step for series in gradients for step in series.since(since).steps.tolist()}
+    before = {step for series in gradients for step in series.steps.tolist()}
     earlier = {step for step in fit.steps_with_backward if step < since}
     # otherwise, many steps may accumulate gradients
     updates_each_step = fit.choice(FOLLOWED) is not None or (
@@ -268,18 +260,8 @@ def nothing_updated(fit: FitSummary) -> Found | None:
             "pass, update in each step, and make the optimizer of the parameters that the backward "
             "pass uses"
         )
-    elif _is_cleared(fit, since):
-        advice = (
-            "Something sets the gradients to zero between the backward pass and the update: call "
-            "zero_grad after the update, or before the backward pass"
-        )
-    elif fit.rates_since(since) == {0.0}:
-        advice = (
-            "The learning rates of all parameter groups are 0: check the scheduler, and how often "
-            "it steps"
-        )
-    elif since == fit.records[0].step and fit.optimized.with_large_gradient:
-        advice = "Check the learning rates, and the dtype: bfloat16 rounds a small update away"
+    else:
+        advice = _advise_on_updates(fit, since)
     # without a reason, the training may have converged
     if len(steps) < MIN_UPDATES or not advice:
         return None
@@ -294,6 +276,23 @@ def nothing_updated(fit: FitSummary) -> Found | None:
         ),
         advice=advice,
     )
+
+
+def _advise_on_updates(fit: FitSummary, since: int) -> str:
+    """Return why updates from a step on changed nothing, and what to do; "" if that is unknown."""
+    if _is_cleared(fit, since):
+        return (
+            "Something sets the gradients to zero between the backward pass and the update: call "
+            "zero_grad after the update, or before the backward pass"
+        )
+    if fit.rates_since(since) == {0.0}:
+        return (
+            "The learning rates of all parameter groups are 0: check the scheduler, and how often "
+            "it steps"
+        )
+    if since == fit.records[0].step and fit.optimized.with_large_gradient:
+        return "Check the learning rates, and the dtype: bfloat16 rounds a small update away"
+    return ""
 
 
 def _is_cleared(fit: FitSummary, since: int) -> bool:

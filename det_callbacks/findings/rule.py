@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from det_callbacks.findings.facts import FitSummary
+from det_callbacks.findings.fit_summary import FitSummary
 from det_callbacks.runs.selection import Level
 
 Fits: TypeAlias = Sequence[FitSummary]

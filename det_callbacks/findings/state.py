@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from det_callbacks.findings.facts import (
+from det_callbacks.findings.fit_summary import (
     CASTS,
     MIN_BATCHES,
     MIN_STEPS,

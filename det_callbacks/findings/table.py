@@ -20,7 +20,7 @@ from det_callbacks.findings.data import (
     repeated_order,
     reseeded,
 )
-from det_callbacks.findings.facts import fits_of
+from det_callbacks.findings.fit_summary import fits_of
 from det_callbacks.findings.gradients import (
     clipped_before_unscale,
     frozen_parameter,

@@ -108,25 +108,8 @@ def compare_modules(
         (False, False, 'output', 'output')
     """
     TORCH.require()
-    for name, module in (("base", base), ("control", control)):
-        if not isinstance(module, nn.Module):
-            raise TypeError(
-                f"{name} must be a torch.nn.Module; got {module!r}. Wrap a function in a module "
-                "that calls it."
-            )
-    if type(iterations) is not int or iterations < 1:
-        raise ValueError(f"iterations must be an integer >= 1; got {iterations!r}")
-    if type(seed) is not int or not 0 <= seed <= MAX_SEED:
-        raise ValueError(f"seed must be an integer from 0 to {MAX_SEED}; got {seed!r}")
-    if join is not None and type(join) is not int:
-        raise ValueError(f"join must be the number of a dimension, or None; got {join!r}")
-    chosen = None if rtol is None or atol is None else Tolerance(float(rtol), float(atol))
-    is_lone = (rtol is None) != (atol is None)
-    if is_lone or not all(0 <= tolerance < math.inf for tolerance in chosen or ()):
-        raise ValueError(
-            f"rtol and atol must be given together, finite and not negative; got {rtol!r} and "
-            f"{atol!r}"
-        )
+    _check_arguments(base, control, iterations, seed, join)
+    chosen = _tolerance_of(rtol, atol)
     # copies made in inference mode cannot be trained; the second context
     # restores flags and generators
     with torch.inference_mode(False), enforce_determinism(DeterminismSettings.choose()):
@@ -155,6 +138,32 @@ def compare_modules(
         comparisons=tuple(comparisons),
         notes=(note,) if has_compiled and modules else (),
     )
+
+
+def _check_arguments(base: Any, control: Any, iterations: Any, seed: Any, join: Any) -> None:
+    for name, module in (("base", base), ("control", control)):
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"{name} must be a torch.nn.Module; got {module!r}. Wrap a function in a module "
+                "that calls it."
+            )
+    if type(iterations) is not int or iterations < 1:
+        raise ValueError(f"iterations must be an integer >= 1; got {iterations!r}")
+    if type(seed) is not int or not 0 <= seed <= MAX_SEED:
+        raise ValueError(f"seed must be an integer from 0 to {MAX_SEED}; got {seed!r}")
+    if join is not None and type(join) is not int:
+        raise ValueError(f"join must be the number of a dimension, or None; got {join!r}")
+
+
+def _tolerance_of(rtol: float | None, atol: float | None) -> Tolerance | None:
+    chosen = None if rtol is None or atol is None else Tolerance(float(rtol), float(atol))
+    is_lone = (rtol is None) != (atol is None)
+    if is_lone or not all(0 <= tolerance < math.inf for tolerance in chosen or ()):
+        raise ValueError(
+            f"rtol and atol must be given together, finite and not negative; got {rtol!r} and "
+            f"{atol!r}"
+        )
+    return chosen
 
 
 def _compared(
