@@ -11,7 +11,7 @@ from det_callbacks.causes.generators import (
     show_change,
 )
 from det_callbacks.causes.graph import Explanation, Graph, Node, Walk
-from det_callbacks.causes.sentences import source_name
+from det_callbacks.causes.sentences import source_name, values_text
 from det_callbacks.causes.settings import dtype_setting, setting_node
 from det_callbacks.compare.evidence import SampleSource
 from det_callbacks.text import capitalised, count, listed
@@ -74,11 +74,11 @@ def batch_reads(graph: Graph, node: Node) -> Iterator[Node]:
         yield from setting_node(of_dtype, node.step)
     elif (end := epoch_in_one_run(graph, node.step)) is not None:
         yield end
-    elif batch.is_loaded_alike:
+    elif batch.loader_matches:
         yield _outside(node, "code that changes the batch", "between the loader and the step")
     elif batch.indices is not None or graph.loader_settings:
         # otherwise something may have changed it after that
-        is_other = batch.is_loaded_alike is False or batch.indices not in (None, "same")
+        is_other = batch.loader_matches is False or batch.indices not in (None, "same")
         yield Node(
             kind="loaded", name=_loader_of(graph), step=node.step, moment="data", is_proven=is_other
         )
@@ -224,7 +224,7 @@ def batch(graph: Graph, walk: Walk) -> Explanation:
 
 def _data_change(graph: Graph) -> DataChange:
     batch = graph.evidence.batch
-    if batch.is_loaded_alike is True:
+    if batch.loader_matches is True:
         return "transformed"
     if graph.has_equal_samples or batch.indices == "reordered":
         return "reordered"
@@ -327,8 +327,8 @@ def advise_on_batch(graph: Graph, todo: str) -> str:
 def _of_loader(graph: Graph) -> list[str]:
     settings = graph.loader_settings
     return [
-        f"{setting} of {loader} is {reference} in the reference and {current} in the current run"
-        for (loader, setting), (reference, current) in settings.items()
+        values_text(f"{setting} of {loader}", *values)
+        for (loader, setting), values in settings.items()
     ]
 
 
@@ -336,11 +336,9 @@ def _of_batch(graph: Graph) -> list[str]:
     batch, facts = graph.evidence.batch, list[str]()
     if batch.indices is not None:
         facts.append(f"the sampler drew {_DREW[batch.indices]}")
-    if batch.is_loaded_alike is not None:
+    if batch.loader_matches is not None:
         facts.append(
-            "the loader's output matches"
-            if batch.is_loaded_alike
-            else "the loader's output differs"
+            "the loader's output matches" if batch.loader_matches else "the loader's output differs"
         )
     if batch.source is not None:
         which = "all of its samples are" if batch.source.has_all else "one of its samples is"

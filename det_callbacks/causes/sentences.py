@@ -379,5 +379,8 @@ def explained_by(name: str, values: tuple[object, object], sentence: str) -> str
     """Return a sentence on a setting that differs, then ``sentence``,
     on the first difference that it explains.
     """
-    both = f"{values[0]} in the reference and {values[1]} in the current run"
-    return f"{name} is {both}, which explains the first difference. {sentence}"
+    return f"{values_text(name, *values)}, which explains the first difference. {sentence}"
+
+
+def values_text(name: str, reference: object, current: object) -> str:
+    return f"{name} is {reference} in the reference and {current} in the current run"

@@ -128,7 +128,7 @@ class BatchChange:
     has_loader: bool = True  # in either run
     # torch's RandomSampler shuffles with the generator of the process
     is_process_shuffle: bool = False
-    is_loaded_alike: bool | None = None  # the loaders' output matches
+    loader_matches: bool | None = None  # the loaders' output matches
     source: SampleSource | None = None
     was_searched: bool = False  # for the source
     num_samples: int = 0  # that the current run recorded of the batch
@@ -206,11 +206,11 @@ def find_evidence(reference: Run, current: Run, difference: StepDifference) -> E
     if not has_other_batch:
         return evidence
     batch = _with_samples(evidence.batch, reference, (reference_window, current_window), place)
-    is_loaded_alike = _is_loaded_alike(
+    loader_matches = _loader_matches(
         (reference_window, difference.reference),
         (current_window, difference.current),
     )
-    return replace(evidence, batch=replace(batch, is_loaded_alike=is_loaded_alike))
+    return replace(evidence, batch=replace(batch, loader_matches=loader_matches))
 
 
 def _with_samples(
@@ -243,7 +243,7 @@ def _require_step(run: Run, window: Window | None, rank: int, segment: int, step
         )
 
 
-def _is_loaded_alike(
+def _loader_matches(
     reference: tuple[Window, StepView], current: tuple[Window, StepView]
 ) -> bool | None:
     """Return whether the loaders returned the same batch, or None if that is unknown.
@@ -313,13 +313,7 @@ def gather_window(rows: Iterable[EvidenceRow], *, since: int | None) -> Window |
         elif row.kind == "scripted":
             scripted = tuple(json.loads(row.text or "[]"))
         elif row.kind == "option":
-            for index, value in enumerate(json.loads(row.text)):
-                of_group, text = (row.of, f"{row.part} of group {index}"), json.dumps(value)
-                if of_group not in options:
-                    options[of_group] = (row.step, text)
-                elif options[of_group][1] != text:
-                    options[of_group] = (row.step, text)
-                    changed.add(of_group)
+            _update_options(row, options, changed)
         elif row.kind == "trained":
             optimizers[row.of] = tuple(json.loads(row.text or "[]"))
         elif row.kind in _RECENT:
@@ -341,6 +335,19 @@ def gather_window(rows: Iterable[EvidenceRow], *, since: int | None) -> Window |
         scripted=scripted,
         optimizers=optimizers,
     )
+
+
+def _update_options(
+    row: EvidenceRow, options: dict[Part, tuple[int, str]], changed: set[Part]
+) -> None:
+    """Note since which step each group has its value of an option, and whether it had another."""
+    for index, value in enumerate(json.loads(row.text)):
+        part, text = (row.of, f"{row.part} of group {index}"), json.dumps(value)
+        if part not in options:
+            options[part] = row.step, text
+        elif options[part][1] != text:
+            options[part] = row.step, text
+            changed.add(part)
 
 
 def from_batch_start(rows: Iterable[EvidenceRow]) -> Iterator[EvidenceRow]:
@@ -369,11 +376,7 @@ def _find_source(
     if not new_samples:
         return None
     steps_of: defaultdict[int, set[int]] = defaultdict(set)
-    values = np.array(samples, dtype=np.uint64)
-    rows = read_rows(
-        run, rank, segment, step, lambda batch: np.isin(batch.column("value").to_numpy(), values)
-    )
-    for row in rows:
+    for row in rows_with_values(run, rank, segment, step, samples):
         if row.kind == "sample":
             steps_of[row.value].add(row.step)
     steps_of_new = [steps_of[sample] for sample in new_samples if sample in steps_of]
@@ -398,6 +401,16 @@ def _find_source(
         place=place_in_epoch(source),
         is_other_epoch=epoch_of(source) != own_epoch,
         batch_place=place_in_epoch(step),
+    )
+
+
+def rows_with_values(
+    run: Run, rank: int, segment: int, step: int, values: Collection[int]
+) -> Iterator[EvidenceRow]:
+    """Return the evidence of an attempt that has one of these values."""
+    wanted = np.array([*values], dtype=np.uint64)
+    return read_rows(
+        run, rank, segment, step, lambda batch: np.isin(batch.column("value").to_numpy(), wanted)
     )
 
 

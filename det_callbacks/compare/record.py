@@ -102,7 +102,7 @@ class FitRecord:
     num_stored: int = 0  # that differ or are extra
     is_resumed: bool = False  # no step before its first one is missing
     metrics_since: int | None = None  # before which a resumed fit logged nothing
-    was_found: bool = False  # whether its state told where it was resumed
+    was_found: bool = False  # by its state, which step it was resumed at
     # state that a checkpoint restored with different bits, or not at all
     unrestored: tuple[str, ...] = ()
     lacking: tuple[str, ...] = ()  # the latter

@@ -8,7 +8,7 @@ import numpy as np
 
 from det_callbacks.compare.aligned_steps import num_leading_sites
 from det_callbacks.compare.differences import RowDifference, StepDifference, compare_steps
-from det_callbacks.compare.evidence import Evidence, find_evidence, read_rows
+from det_callbacks.compare.evidence import Evidence, find_evidence, rows_with_values
 from det_callbacks.compare.record import FitRecord
 from det_callbacks.errors import ReferenceFormatError, SelectionError
 from det_callbacks.runs.manifest import framework_of
@@ -295,8 +295,9 @@ class _ResumedStep:
             difference = compare_steps(self.view, current.view(0, fit.segment, step))
             for row in difference.kinds:
                 if difference.is_leading[row]:
-                    found = difference.row_difference(row)
-                    self.rows[found.site.subject or found.site.phase, found.site.of] = found
+                    site = difference.site(row)
+                    key = site.subject or site.phase, site.of
+                    self.rows[key] = difference.row_difference(row)
             self.has_lost_gradients = bool(lost_gradients(difference))
             with suppress(ReferenceFormatError):  # the verdict says that it cannot be read
                 self.evidence = find_evidence(reference, current, difference)
@@ -365,11 +366,8 @@ def _steps_of_states(
     """Return the first step, of those up to this one, in which each generator
     had a state, if one had it.
     """
-    values = np.array([*states.values()], dtype=np.uint64)
     first_steps: dict[str, int] = {}
-    for row in read_rows(
-        run, 0, segment, step, lambda batch: np.isin(batch.column("value").to_numpy(), values)
-    ):
+    for row in rows_with_values(run, 0, segment, step, states.values()):
         if (
             row.kind in ("generator", "start")
             and row.step <= step

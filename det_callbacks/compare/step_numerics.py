@@ -163,7 +163,7 @@ class _Step:
         pairs = [pair for pair in self._difference.pairs if min(pair) >= 0]
         self._paired = [{pair[side] for pair in pairs} for side in (0, 1)]
         self._fused = [] if names is None else names.fused(views[0], current)
-        # positions that are not compared as pairs
+        # compared as a group, or with a partner in compiled code, instead of by row
         self._in_groups = [{at for group in self._fused for at in group[side]} for side in (0, 1)]
         self._add_to_paired(self._in_groups)
         self._compiled = eager_pairs(self._views, self._paired)

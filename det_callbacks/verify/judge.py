@@ -353,18 +353,7 @@ class _Judge:
                 sites_compared=tally.num_sites,
                 sites_differing=tally.num_differing,
             ),
-            coverage=Coverage(
-                ranks=self._num_ranks or int(bool(tally.num_metrics)),
-                steps=tally.steps,
-                ops_seen=tally.ops_seen,
-                ops_digested=tally.ops_digested,
-                ops_skipped=dict(sorted(tally.ops_skipped.items())),
-                opaque_regions=tuple(sorted(tally.opaque_regions)),
-                replayed=tally.replayed,
-                metrics=tally.num_metrics,
-                lost=self._unrecorded,
-                followed=self._followed,
-            ),
+            coverage=self._coverage,
             # the evidence names the generators that may be the cause
             environment=self.environment
             if verdict == "match"
@@ -372,6 +361,22 @@ class _Judge:
             trail=answer.trail,
             resume=self._resume,
             evidence=answer.evidence,
+        )
+
+    @property
+    def _coverage(self) -> Coverage:
+        tally = self.tally
+        return Coverage(
+            ranks=self._num_ranks or int(bool(tally.num_metrics)),
+            steps=tally.steps,
+            ops_seen=tally.ops_seen,
+            ops_digested=tally.ops_digested,
+            ops_skipped=dict(sorted(tally.ops_skipped.items())),
+            opaque_regions=tuple(sorted(tally.opaque_regions)),
+            replayed=tally.replayed,
+            metrics=tally.num_metrics,
+            lost=self._unrecorded,
+            followed=self._followed,
         )
 
     @property
