@@ -11,23 +11,23 @@ from det_callbacks.causes.generators import (
     show_change,
 )
 from det_callbacks.causes.graph import Explanation, Graph, Node, Walk
-from det_callbacks.causes.sentences import source_name
+from det_callbacks.causes.sentences import source_name, values_text
 from det_callbacks.causes.settings import dtype_setting, setting_node
-from det_callbacks.compare.evidence import BatchChange
+from det_callbacks.compare.evidence import SampleSource
 from det_callbacks.text import capitalised, count, listed
 
 DataChange = Literal[
     "transformed",  # the loader's output matches
     "reordered",  # the same samples in a different order
     "other data set",  # of a different length
-    "listed otherwise",  # the same indices, with samples of another step
-    "made otherwise",  # the same indices, with samples that the reference never had
+    "other list",  # the same indices, with samples of another step
+    "other samples",  # the same indices, with samples that the reference never had
     "drawn",  # different indices, or samples of another step
     "other",  # unknown
 ]
 """How a batch differs."""
 
-_OTHER_CONTENT = ("transformed", "other data set", "made otherwise", "other")
+_OTHER_CONTENT = ("transformed", "other data set", "other samples", "other")
 _TODO: Mapping[DataChange, str] = {
     "transformed": (
         "Check what changes the batch between the loader and the model (on_before_batch_transfer "
@@ -36,8 +36,8 @@ _TODO: Mapping[DataChange, str] = {
     "reordered": "Check the sampler, the shuffle's seed and the order of the files",
     "drawn": "Check the sampler (its weights, what it sorts by) and the loader's settings",
     "other data set": "Use the same data set, because its length differs",
-    "listed otherwise": "Sort the files or samples that the data set lists",
-    "made otherwise": (
+    "other list": "Sort the files or samples that the data set lists",
+    "other samples": (
         "Check transforms, augmentation, worker seeds, decoding, the data set's generators "
         "(numpy.random.default_rng()), the data itself (files, labels), and code that changes the "
         "loaded batch in place"
@@ -74,11 +74,11 @@ def batch_reads(graph: Graph, node: Node) -> Iterator[Node]:
         yield from setting_node(of_dtype, node.step)
     elif (end := epoch_in_one_run(graph, node.step)) is not None:
         yield end
-    elif batch.is_loaded_alike:
+    elif batch.loader_matches:
         yield _outside(node, "code that changes the batch", "between the loader and the step")
     elif batch.indices is not None or graph.loader_settings:
         # otherwise something may have changed it after that
-        is_other = batch.is_loaded_alike is False or batch.indices not in (None, "same")
+        is_other = batch.loader_matches is False or batch.indices not in (None, "same")
         yield Node(
             kind="loaded", name=_loader_of(graph), step=node.step, moment="data", is_proven=is_other
         )
@@ -185,7 +185,8 @@ def drawn_before_data(graph: Graph, walk: Walk) -> Explanation | None:
             if _is_shuffle_unrestored(graph)
             else None
         )
-    has_place = graph.evidence.batch.is_whole and graph.evidence.batch.has_loader
+    batch = graph.evidence.batch
+    has_place = batch.source is not None and batch.source.has_all and batch.has_loader
     return None if has_place else Explanation(cause="rng", advice=advice)
 
 
@@ -223,24 +224,24 @@ def batch(graph: Graph, walk: Walk) -> Explanation:
 
 def _data_change(graph: Graph) -> DataChange:
     batch = graph.evidence.batch
-    if batch.is_loaded_alike is True:
+    if batch.loader_matches is True:
         return "transformed"
     if graph.has_equal_samples or batch.indices == "reordered":
         return "reordered"
     if any(setting == "length of the data set" for _, setting in graph.loader_settings):
         return "other data set"
     if batch.indices == "same":
-        return "made otherwise" if batch.found_at is None else "listed otherwise"
-    return "other" if batch.indices is None and batch.found_at is None else "drawn"
+        return "other samples" if batch.source is None else "other list"
+    return "other" if batch.indices is None and batch.source is None else "drawn"
 
 
 def _advise(graph: Graph) -> str:
     batch, how = graph.evidence.batch, _data_change(graph)
     changes = [*filter(graph.is_before_step, graph.evidence.generators)]
-    if graph.is_resumed and batch.is_whole:
-        return (
-            f"It holds the samples of step {batch.found_at} of the reference{_place_in_data(batch)}"
-        )
+    source = batch.source
+    if graph.is_resumed and source is not None and source.has_all:
+        place = _place_in_data(source, has_loader=batch.has_loader)
+        return f"It holds the samples of step {source.step} of the reference{place}"
     if graph.is_resumed and how == "drawn" and batch.has_loader:
         of_stream = ". The state of a stream may lack what waits in its shuffle buffer" * (
             batch.indices is None
@@ -249,13 +250,13 @@ def _advise(graph: Graph) -> str:
     is_unrecorded = how == "drawn" or (how == "other" and not batch.num_same)
     if is_unrecorded and not (batch.has_loader or changes):
         return _UNRECORDED
-    if how in ("made otherwise", "other") and changes:
+    if how in ("other samples", "other") and changes:
         shown = listed(f"the generator {change.name}" for change in changes)
         why = capitalised(show_change(changes[0], graph.evidence))
         return f"{why}. Seed what the samples are made with: {shown}"
     idle = [change.name for change in graph.evidence.idle] if graph.is_first_seen else []
     # the first batch was loaded before the first step
-    if how in ("made otherwise", "other") and idle and batch.has_loader:
+    if how in ("other samples", "other") and idle and batch.has_loader:
         may = (
             f"the states of {listed(idle)} differed when the fit started, so seed them if the "
             "samples use them"
@@ -269,19 +270,19 @@ def _advise(graph: Graph) -> str:
     return f"{why}. Give the shuffle the same seed, and draw the same numbers before it"
 
 
-def _place_in_data(batch: BatchChange) -> str:
+def _place_in_data(source: SampleSource, *, has_loader: bool) -> str:
     """Return what the place of a batch that a resumed run got says, and what to do,
     after "of the reference".
     """
-    own, place = batch.places
-    if not batch.has_loader:
+    own, place = source.batch_place, source.place
+    if not has_loader:
         return ", and no DataLoader gave it: restore what it is drawn with, before it is drawn"
-    if batch.is_other_epoch and place == own:
-        return f", at this place in epoch {batch.epoch}, so the order was not restored. {_SHUFFLE}"
-    if batch.is_other_epoch:
+    if source.is_other_epoch and place == own:
+        return f", at this place in epoch {source.epoch}, so the order was not restored. {_SHUFFLE}"
+    if source.is_other_epoch:
         first = "the first of" if place == 0 else f"at place {place} of"
         return (
-            f", {first} epoch {batch.epoch}. Skip the {count(own, 'trained batch')} of the epoch. "
+            f", {first} epoch {source.epoch}. Skip the {count(own, 'trained batch')} of the epoch. "
             f"{_SHUFFLE}"
         )
     if place == 0:
@@ -308,8 +309,8 @@ def batch_lines(graph: Graph) -> list[str]:
     in_both = [item for item in tensors if item.divergence.kind not in ("missing", "extra")]
     names = [source_name(item) for item in in_both if item.site.role != "samples"]
     bits = [f"different bits in {listed(names) or 'its samples'}"] * bool(in_both)
-    known = [*bits, *_of_batch(graph)]
-    return [*(f"batch: {one}" for one in known), *(f"loader: {one}" for one in _of_loader(graph))]
+    facts = [*bits, *_of_batch(graph)]
+    return [*(f"batch: {one}" for one in facts), *(f"loader: {one}" for one in _of_loader(graph))]
 
 
 def advise_on_batch(graph: Graph, todo: str) -> str:
@@ -326,32 +327,30 @@ def advise_on_batch(graph: Graph, todo: str) -> str:
 def _of_loader(graph: Graph) -> list[str]:
     settings = graph.loader_settings
     return [
-        f"{setting} of {loader} is {reference} in the reference and {current} in the current run"
-        for (loader, setting), (reference, current) in settings.items()
+        values_text(f"{setting} of {loader}", *values)
+        for (loader, setting), values in settings.items()
     ]
 
 
 def _of_batch(graph: Graph) -> list[str]:
-    batch, found = graph.evidence.batch, list[str]()
+    batch, facts = graph.evidence.batch, list[str]()
     if batch.indices is not None:
-        found.append(f"the sampler drew {_DREW[batch.indices]}")
-    if batch.is_loaded_alike is not None:
-        found.append(
-            "the loader's output matches"
-            if batch.is_loaded_alike
-            else "the loader's output differs"
+        facts.append(f"the sampler drew {_DREW[batch.indices]}")
+    if batch.loader_matches is not None:
+        facts.append(
+            "the loader's output matches" if batch.loader_matches else "the loader's output differs"
         )
-    if batch.found_at is not None:
-        which = "all of its samples are" if batch.is_whole else "one of its samples is"
-        found.append(f"{which} at step {batch.found_at} of the reference")
+    if batch.source is not None:
+        which = "all of its samples are" if batch.source.has_all else "one of its samples is"
+        facts.append(f"{which} at step {batch.source.step} of the reference")
     elif batch.was_searched and batch.indices != "cut":
         same = (
             f"{batch.num_same} of {batch.num_samples} recorded samples match this step of the "
             "reference"
         )
-        found.append(same if batch.num_same else "the reference recorded none of its samples")
+        facts.append(same if batch.num_same else "the reference recorded none of its samples")
     if batch.first_index is not None and batch.indices != "cut":
         loader, position, reference, current = batch.first_index
         both = f"{reference} in the reference, {current} in the current run"
-        found.append(f"first different sample: the sampler of {loader} drew at [{position}] {both}")
-    return found
+        facts.append(f"first different sample: the sampler of {loader} drew at [{position}] {both}")
+    return facts

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from det_callbacks.causes.frameworks import RESTORED_BY, of_framework
 from det_callbacks.causes.graph import Explanation, Graph, Node, Walk
@@ -26,30 +27,35 @@ _VALIDATION = (
     "on_validation_epoch_start on_validation_batch_start on_validation_batch_end "
     "on_validation_epoch_end"
 )
-_AFTER: Mapping[str, tuple[str, str, str]] = {
-    # point -> our hook in which it is read (callbacks listed after ours are called after it, the
-    # others before), what runs after it, and the hooks that are called there
-    "fit start": ("", "the set-up of the data", "on_train_start"),
-    "before the sanity check": (
-        "on_sanity_check_start",
-        "the sanity check",
-        f"on_validation_start {_VALIDATION}",
+
+
+class _Interval(NamedTuple):
+    """What is between a point at which generators are read and the next one."""
+
+    # our hook that reads them: callbacks listed after ours are called after it, the others before
+    read_in: str = ""
+    runs: str = ""
+    hooks: str = ""  # called there
+
+
+_AFTER: Mapping[str, _Interval] = {
+    "fit start": _Interval(runs="the set-up of the data", hooks="on_train_start"),
+    "before the sanity check": _Interval(
+        "on_sanity_check_start", "the sanity check", f"on_validation_start {_VALIDATION}"
     ),
-    "after the sanity check": ("on_sanity_check_end", "", "on_train_start"),
-    "epoch start": ("on_train_epoch_start", "", ""),
-    LOADER: ("", "the start of the loader's iterators", ""),
-    DRAWING: ("", "the loading of the batch, and code between it and the step", ""),
-    BATCH_START: ("on_train_batch_start", "the forward pass", "on_before_zero_grad"),
-    AFTER_FORWARD: ("on_before_backward", "the backward pass", ""),
-    AFTER_BACKWARD: (
-        "on_after_backward",
-        "code after the backward pass",
-        "on_before_optimizer_step",
+    "after the sanity check": _Interval("on_sanity_check_end", hooks="on_train_start"),
+    "epoch start": _Interval("on_train_epoch_start"),
+    LOADER: _Interval(runs="the start of the loader's iterators"),
+    DRAWING: _Interval(runs="the loading of the batch, and code between it and the step"),
+    BATCH_START: _Interval("on_train_batch_start", "the forward pass", "on_before_zero_grad"),
+    AFTER_FORWARD: _Interval("on_before_backward", "the backward pass"),
+    AFTER_BACKWARD: _Interval(
+        "on_after_backward", "code after the backward pass", "on_before_optimizer_step"
     ),
-    BATCH_END: ("on_train_batch_end", "", ""),
-    "before validation": ("on_validation_start", "validation", _VALIDATION),
-    "after validation": ("on_validation_end", "", ""),
-    "epoch end": ("on_train_epoch_end", "", ""),
+    BATCH_END: _Interval("on_train_batch_end"),
+    "before validation": _Interval("on_validation_start", "validation", _VALIDATION),
+    "after validation": _Interval("on_validation_end"),
+    "epoch end": _Interval("on_train_epoch_end"),
 }
 _WITHIN_STEP = (BATCH_START, AFTER_FORWARD, AFTER_BACKWARD, BATCH_END)
 
@@ -63,12 +69,14 @@ def moved_within(graph: Graph) -> Iterator[Node]:
     """
     step = graph.difference.step
     of_row = {row: graph.difference.site(row).of for row in graph.drawn_within}
-    found = {change.name: change for change in graph.evidence.generators}
+    changes = {change.name: change for change in graph.evidence.generators}
     for name in of_row.values():
         yield (
-            generator_node(found[name], is_proven=False) if name in found else _unknown(name, step)
+            generator_node(changes[name], is_proven=False)
+            if name in changes
+            else _unknown(name, step)
         )
-    for name, change in found.items():
+    for name, change in changes.items():
         if name not in of_row.values() and change.equal_at == (step, BATCH_START):
             yield generator_node(change, is_proven=False)
 
@@ -263,12 +271,12 @@ def show_change(change: GeneratorChange, evidence: Evidence) -> str:
 
 
 def show_idle(change: GeneratorChange) -> str:
-    """Return that a generator started in a different state and stayed in it."""
+    """Say that a generator started in a different state and stayed in it."""
     return f"{show_start(change)}, and no recorded step has drawn from it yet"
 
 
 def show_start(change: GeneratorChange) -> str:
-    """Return that a generator started in a different state."""
+    """Say that a generator started in a different state."""
     if change.is_reseeded:
         return f"the generator {change.name} was {_seeded(change)}"
     return (
@@ -311,14 +319,13 @@ def _shown(change: GeneratorChange, evidence: Evidence, separator: str = ", ") -
 def what_ran(points: Sequence[str], evidence: Evidence) -> Iterator[str]:
     """Yield what ran between these points: parts of the training, and the hooks of callbacks."""
     for point, end in pairwise(points):
-        read_in, what, hooks = _AFTER.get(point, ("", "", ""))
-        yield from users_of(read_in, evidence, AFTER)
-        if what:
-            yield what
-        for hook in hooks.split():
+        interval = _AFTER.get(point, _Interval())
+        yield from users_of(interval.read_in, evidence, AFTER)
+        if interval.runs:
+            yield interval.runs
+        for hook in interval.hooks.split():
             yield from users_of(hook, evidence, BEFORE, AFTER)
-        read_at_end, _, _ = _AFTER.get(end, ("", "", ""))
-        yield from users_of(read_at_end, evidence, BEFORE)
+        yield from users_of(_AFTER.get(end, _Interval()).read_in, evidence, BEFORE)
 
 
 def users_of(hook: str, evidence: Evidence, *orders: str) -> Iterator[str]:

@@ -91,13 +91,13 @@ class Graph:
 
     @cached_property
     def first(self) -> RowDifference:
-        return self.difference.at(next(iter(self.difference.kinds)))
+        return self.difference.row_difference(next(iter(self.difference.kinds)))
 
     @cached_property
     def origin(self) -> RowDifference | None:
         """The first proven origin."""
         rows = self.difference.starting("here")
-        return self.difference.at(rows[0]) if rows else None
+        return self.difference.row_difference(rows[0]) if rows else None
 
     @property
     def leading(self) -> RowDifference:
@@ -118,7 +118,9 @@ class Graph:
         """The differences that the step started with, before its first origin."""
         rows = [row for row in self.difference.starting("outside") if row not in self.drawn_within]
         return [
-            self.difference.at(row) for row in rows if self.origin is None or row < self.origin.row
+            self.difference.row_difference(row)
+            for row in rows
+            if self.origin is None or row < self.origin.row
         ]
 
     @property
@@ -260,12 +262,12 @@ class Graph:
         site = self.difference.site(row)
         if not site.op:  # below level op only the updated state shows the update
             return site.phase in ("optimizer", "state")
-        is_called_otherwise = self.difference.kinds.get(row) != "content"
+        is_called_differently = self.difference.kinds.get(row) != "content"
         is_written = site.name is not None and site.name not in {
             *self.gradients[0],
             *self.gradients[1],
         }
-        return is_called_otherwise and (
+        return is_called_differently and (
             site.phase == "optimizer" or (site.phase == "gradient" and is_written)
         )
 

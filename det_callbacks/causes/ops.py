@@ -53,10 +53,10 @@ def other_gradients(graph: Graph, walk: Walk) -> Explanation | None:
         return None
     if explaining_setting(graph) is not None:
         return None  # an optimizer with other options may take gradients more often
-    found = _other_updates(graph) or _other_parameters(graph)
-    if found is None:
+    what_and_advice = _other_updates(graph) or _other_parameters(graph)
+    if what_and_advice is None:
         return None
-    what, advice = found
+    what, advice = what_and_advice
     return Explanation(cause="optimizer", text=f"{place(graph)}: {what}", advice=advice)
 
 
@@ -237,14 +237,14 @@ def cause_of_first(graph: Graph) -> Cause:
         return "unknown"  # the other ranks know more of a collective: ``compare/ranks.py``
     if graph.origin is None and first.site.role == "named" and first.divergence.phase == "state":
         return _cause_of_state_left(graph)
-    found = graph.leading
-    if found.site.is_collective:
+    leading = graph.leading
+    if leading.site.is_collective:
         return "collective"
     if graph.starts_backward or _is_between_passes(graph):
         return "backward"
-    if found.divergence.op and found.divergence.kind in ("missing", "extra"):
-        return _OF_PHASE.get(found.divergence.phase, "structure")
-    return _OF_PHASE.get(found.divergence.phase, "unknown")
+    if leading.divergence.op and leading.divergence.kind in ("missing", "extra"):
+        return _OF_PHASE.get(leading.divergence.phase, "structure")
+    return _OF_PHASE.get(leading.divergence.phase, "unknown")
 
 
 def _cause_of_state_left(graph: Graph) -> Cause:

@@ -14,11 +14,6 @@ from det_callbacks.text import listed
 
 Side = Literal["reference", "current run"]
 
-_CHANGED_INPUT = (
-    "Check what the checkpointed function reads that changed since its forward pass: a cache, a "
-    "buffer, or a tensor that was changed in place"
-)
-
 _Key = tuple[object, ...]
 
 
@@ -86,9 +81,7 @@ def recomputation(graph: Graph, walk: Walk) -> Explanation | None:
                 f"{place(graph)}, {op.phase}: activation checkpointing ran {site_text(op)} again "
                 f"in the {side}, and it gave other bits than in the forward pass"
             ),
-            advice="Do not pass preserve_rng_state=False to torch.utils.checkpoint"
-            if draws
-            else _CHANGED_INPUT,
+            advice=advise_on_recomputation(draws=draws),
         )
     if not _has_only_recomputation(graph) or other_bits:
         return None
@@ -103,12 +96,22 @@ def recomputation(graph: Graph, walk: Walk) -> Explanation | None:
     )
 
 
+def advise_on_recomputation(*, draws: bool) -> str:
+    """Return what to do if an op gave other bits when activation checkpointing ran it again."""
+    if draws:
+        return "Do not pass preserve_rng_state=False to torch.utils.checkpoint"
+    return (
+        "Check what the checkpointed function reads that changed since its forward pass: a cache, "
+        "a buffer, or a tensor that was changed in place"
+    )
+
+
 def _recomputed_differently(graph: Graph) -> list[tuple[int, Side]]:
     """Return the row of each run that activation checkpointing first computed again
     with other bits, and the run.
     """
     difference = graph.difference
-    found: list[tuple[int, Side]] = []
+    first_rows: list[tuple[int, Side]] = []
     sides: tuple[tuple[Side, StepView], ...] = (
         ("reference", difference.reference),
         ("current run", difference.current),
@@ -119,8 +122,8 @@ def _recomputed_differently(graph: Graph) -> list[tuple[int, Side]]:
             (row for row, pair in enumerate(difference.pairs) if pair[number] == position), None
         )
         if position is not None and row is not None:
-            found.append((row, side))
-    return found
+            first_rows.append((row, side))
+    return first_rows
 
 
 def _starts_recomputed(graph: Graph) -> bool:
@@ -206,11 +209,14 @@ def collective_in_one_run(graph: Graph, walk: Walk) -> Explanation | None:
     row = next((row for row in collectives if difference.site(row).op not in ops[0] & ops[1]), None)
     if row is None:
         return None
-    found = difference.describe(row)
-    other = "current run" if found.kind == "missing" else "reference"
+    collective = difference.describe(row)
+    other = "current run" if collective.kind == "missing" else "reference"
     return Explanation(
         cause="collective",
-        text=f"{place(graph)}, {found.phase}: {site_text(found)} ran only in the {side_of(found)}",
+        text=(
+            f"{place(graph)}, {collective.phase}: {site_text(collective)} ran only in the "
+            f"{side_of(collective)}"
+        ),
         advice=f"Check what skips it in the {other}: a call of model.module instead of the wrapper "
         "(DistributedDataParallel), no_sync(), or a condition",
     )
@@ -229,14 +235,14 @@ def compiled_graph(graph: Graph, walk: Walk) -> Explanation | None:
         shows the reason. To find the op, record step 12 of both runs with compiled="eager" and
         only_steps=[12] (on the command line: --compiled=eager --only-steps=12).
     """
-    text, found = "", graph.origin
-    if found is None or found.site.role != "graph":
-        found = _graph_that_reads(graph)
-        if found is None:
+    text, compiled = "", graph.origin
+    if compiled is None or compiled.site.role != "graph":
+        compiled = _graph_that_reads(graph)
+        if compiled is None:
             return None
         text = (
-            f"{place(graph)}: {site_text(found.divergence)} differs, because of a recompilation, a "
-            f"graph break or different code: only the graph of the "
+            f"{place(graph)}: {site_text(compiled.divergence)} differs, because of a "
+            "recompilation, a graph break or different code: only the graph of the "
             f"{side_of(graph.first.divergence)} has one of its inputs"
         )
     step = graph.difference.step
@@ -260,8 +266,8 @@ def _graph_that_reads(graph: Graph) -> RowDifference | None:
     if first.site.role != "input" or first.divergence.kind not in ("missing", "extra"):
         return None
     graphs = (row for row in difference.kinds if difference.site(row).role == "graph")
-    found = next((row for row in graphs if first.row in difference.rows_read(row)), None)
-    return None if found is None else difference.at(found)
+    row = next((row for row in graphs if first.row in difference.rows_read(row)), None)
+    return None if row is None else difference.row_difference(row)
 
 
 def scripted_module(graph: Graph, walk: Walk) -> Explanation | None:
@@ -275,13 +281,13 @@ def scripted_module(graph: Graph, walk: Walk) -> Explanation | None:
         its executor chooses ops depending on what the process ran before. Run both in fresh
         processes, with the same calls before the fit.
     """
-    found, scripted = graph.leading.divergence, graph.evidence.scripted
-    if not found.op or found.kind not in ("missing", "extra"):
+    leading, scripted = graph.leading.divergence, graph.evidence.scripted
+    if not leading.op or leading.kind not in ("missing", "extra"):
         return None
     inside = tuple(f"{name}." for name in scripted)
     # the backward pass of a scripted module has an unknown module
-    is_scripted = found.module in scripted or found.module.startswith(inside)
-    if not is_scripted and not (found.module == "?" and scripted):
+    is_scripted = leading.module in scripted or leading.module.startswith(inside)
+    if not is_scripted and not (leading.module == "?" and scripted):
         return None
     names = listed(name or "the LightningModule" for name in scripted)
     return Explanation(
@@ -311,16 +317,16 @@ def another_order(graph: Graph, walk: Walk) -> Explanation | None:
     if _key(graph, graph.first.row) not in missing.keys() & {*extra.values()}:
         return _with_other_bits(graph)
     ops = listed(site_text(one) for one in moved)
-    told = f"{place(graph)}, {moved[0].phase}: {ops} ran in a different order from the reference"
+    what = f"{place(graph)}, {moved[0].phase}: {ops} ran in a different order from the reference"
     if {*kinds.values()} == {"missing", "extra"} and missing == Counter(extra.values()):
         return Explanation(
             cause="structure",
-            text=f"{told}, and no bit differs",
+            text=f"{what}, and no bit differs",
             advice="Restore the original order of the code, or record the reference again",
         )
     return Explanation(
         cause=cause_of_first(graph),
-        text=f"{told}, with the same bits; later ops that depend on the order differ",
+        text=f"{what}, with the same bits; later ops that depend on the order differ",
         advice=(
             "Restore the original order of the code; sort a set, or the files of a folder, before "
             "you iterate over it"

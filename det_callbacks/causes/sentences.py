@@ -297,17 +297,17 @@ def _who_produced(graph: Graph) -> str:
     return ", but an op that was not recorded (modules, phases, other threads) may have produced it"
 
 
-def how_it_entered(phase: str, found: Sequence[RowDifference], graph: Graph) -> str:
+def how_it_entered(phase: str, sources: Sequence[RowDifference], graph: Graph) -> str:
     """Return how the sources of one phase differ, with their names:
     "the batch differs (batch[0])".
     """
     subject, part = _SUBJECTS[phase]
-    in_order = sorted(found, key=lambda one: one.divergence.name is None)
-    kinds = {one.divergence.kind for one in found}
+    in_order = sorted(sources, key=lambda one: one.divergence.name is None)
+    kinds = {one.divergence.kind for one in sources}
     in_one = [one for one in in_order if one.divergence.kind in ("missing", "extra")]
     in_both = [one for one in in_order if one not in in_one]
     names = list(dict.fromkeys(map(source_name, in_both or in_order)))
-    layouts = next((one.layouts for one in found if one.layouts is not None), None)
+    layouts = next((one.layouts for one in sources if one.layouts is not None), None)
     shown = listed(names)
     of_model = [name for name in names if name not in graph.further]
     if phase == "state" and of_model and graph.num_initial > 1:
@@ -379,5 +379,8 @@ def explained_by(name: str, values: tuple[object, object], sentence: str) -> str
     """Return a sentence on a setting that differs, then ``sentence``,
     on the first difference that it explains.
     """
-    both = f"{values[0]} in the reference and {values[1]} in the current run"
-    return f"{name} is {both}, which explains the first difference. {sentence}"
+    return f"{values_text(name, *values)}, which explains the first difference. {sentence}"
+
+
+def values_text(name: str, reference: object, current: object) -> str:
+    return f"{name} is {reference} in the reference and {current} in the current run"

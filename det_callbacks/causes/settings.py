@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 
 from det_callbacks.causes.graph import Explanation, Graph, Node, Walk
-from det_callbacks.causes.sentences import both_values, explain_first, explained_by
+from det_callbacks.causes.sentences import both_values, explain_first, explained_by, values_text
 from det_callbacks.compare.evidence import OptionChange
 from det_callbacks.runs.manifest import (
     CONFIGURATION,
@@ -88,10 +88,7 @@ def optimizer_option(graph: Graph, walk: Walk) -> Explanation:
 
 
 def _both_values(option: OptionChange) -> str:
-    return (
-        f"{option.name} is {option.reference} in the reference and {option.current} in the current "
-        "run"
-    )
+    return values_text(option.name, option.reference, option.current)
 
 
 def _is_built_so(graph: Graph) -> bool:
@@ -166,7 +163,7 @@ def _is_of_model(choice: EnvironmentDifference) -> bool:
 
 
 def begun_before(what: str, step: int, choices: Sequence[EnvironmentDifference]) -> str:
-    """Return that a difference may have started in steps that were not recorded;
+    """Say that a difference may have started in steps that were not recorded;
     ``what`` starts the sentence.
     """
     choice = earlier_choice(choices)

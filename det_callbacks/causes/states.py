@@ -77,7 +77,11 @@ def has_lost_state(graph: Graph) -> bool:
 
 def _restored(graph: Graph) -> list[RowDifference]:
     """Return the parameters, buffers and optimizer state that differ when the step starts."""
-    return [graph.difference.at(row) for row in graph.difference.starts if graph.is_state(row)]
+    return [
+        graph.difference.row_difference(row)
+        for row in graph.difference.starts
+        if graph.is_state(row)
+    ]
 
 
 def _is_further_alone(graph: Graph) -> bool:
@@ -86,8 +90,10 @@ def _is_further_alone(graph: Graph) -> bool:
 
 def initial_sources(graph: Graph) -> list[str]:
     """Return the names, or modules, of the tensors of the initial state that differ."""
-    found = (source.divergence for source in graph.sources if source.divergence.phase == "state")
-    return list(dict.fromkeys(one.name or one.module for one in found))
+    divergences = (
+        source.divergence for source in graph.sources if source.divergence.phase == "state"
+    )
+    return list(dict.fromkeys(one.name or one.module for one in divergences))
 
 
 def random_initial(graph: Graph) -> set[str]:
@@ -111,7 +117,7 @@ def _exchanged(graph: Graph) -> dict[str, str]:
         bits_at(difference.reference, difference.pairs[row][0]): difference.site(row).name
         for row in rows
     }
-    found: dict[str, str] = {}
+    partners: dict[str, str] = {}
     differing = {difference.site(row).name for row in rows if row in difference.kinds}
     for row in rows:
         name, position = difference.site(row).name, difference.pairs[row][1]
@@ -124,8 +130,8 @@ def _exchanged(graph: Graph) -> dict[str, str]:
         bits = bits_at(difference.current, position)
         other, entry = of_bits.get(bits), bits[1]
         if other in differing - {name, None} and entry is not None and prod(entry.shape) > 1:
-            found[name] = other or ""
-    return found if {*found} == {*found.values()} else {}
+            partners[name] = other or ""
+    return partners if {*partners} == {*partners.values()} else {}
 
 
 def bits_at(view: StepView, position: int) -> tuple[int, TensorLayout | None]:
@@ -153,11 +159,12 @@ def initial_state(graph: Graph, walk: Walk) -> Explanation | None:
     # a Python number, such as T_max of a scheduler, is an argument
     is_setting = _is_further_alone(graph) and graph.first.divergence.dtype in _NUMBERS
     return Explanation(
-        cause="settings" if is_setting else "initial_weights", advice=_build_alike(graph)
+        cause="settings" if is_setting else "initial_weights",
+        advice=_advise_on_initial_state(graph),
     )
 
 
-def _build_alike(graph: Graph) -> str:
+def _advise_on_initial_state(graph: Graph) -> str:
     names = [name for name in initial_sources(graph) if name not in graph.further]
     if not names:
         return (
@@ -433,7 +440,7 @@ def is_changed_in_step(graph: Graph) -> bool:
         is_tensor
         and bool(read)
         and _sees_all_ops(graph, before=first.row)
-        and all(map(_is_found, read))
+        and all(map(_is_initial, read))
     )
 
 
@@ -462,7 +469,7 @@ def _changed_inputs(graph: Graph) -> list[str]:
     if normed is not None:
         return [normed]
     read = difference.sites_read(row)
-    if not any(site.name is not None and _is_found(site) for site in read):
+    if not any(site.name is not None and _is_initial(site) for site in read):
         return []
     return list(dict.fromkeys(name for name in map(_shown_input, read) if name))
 
@@ -479,7 +486,7 @@ def _shown_input(site: Site) -> str:
     return site.name or (f"the output of {site.op}" if site.op else "a tensor without a name")
 
 
-def _is_found(site: Site) -> bool:
+def _is_initial(site: Site) -> bool:
     """Return whether a site is a tensor of the state as the step found it."""
     return not site.op and (
         site.role == "input" or (site.role == "named" and site.phase == "state")
@@ -524,8 +531,8 @@ def _ran_in_step(phase: str, graph: Graph) -> str:
 
 
 def _ran_there(ran: Iterable[str], when: str) -> str:
-    known = list(dict.fromkeys(ran))
-    return f"; {listed(known, limit=len(known))} ran {when}" if known else ""
+    names = list(dict.fromkeys(ran))
+    return f"; {listed(names, limit=len(names))} ran {when}" if names else ""
 
 
 def _normed_gradient(graph: Graph) -> str | None:

@@ -46,8 +46,8 @@ def find_cause(graph: Graph, walk: Walk) -> Explanation:
     or else of the first difference.
     """
     rules = (*CAUSES[walk.root.kind], ops.first_difference)
-    found = next(known for rule in rules if (known := rule(graph, walk)) is not None)
-    return found if found.text else replace(found, text=explain_first(graph))
+    explanation = next(known for rule in rules if (known := rule(graph, walk)) is not None)
+    return explanation if explanation.text else replace(explanation, text=explain_first(graph))
 
 
 def trail_of(graph: Graph, walk: Walk) -> tuple[TrailEntry, ...]:
@@ -76,17 +76,17 @@ def trail_of_metric(metric: MetricDifference) -> tuple[TrailEntry, ...]:
     """Return the trail of a metric: the setting or the row that explains it, if
     one does, and the metric.
     """
-    found, choice, root = metric.divergence(), metric.explaining_choice, metric.root
+    divergence, choice, root = metric.divergence(), metric.explaining_choice, metric.root
     last = TrailEntry(
         kind="metric",
-        name=found.name or "",
-        rank=found.rank,
-        segment=found.segment,
-        step=found.step,
+        name=divergence.name or "",
+        rank=divergence.rank,
+        segment=divergence.segment,
+        step=divergence.step,
         moment=metric.readings[1].where,
         proven=True,
-        reference=found.reference_digest,
-        current=found.current_digest,
+        reference=divergence.reference_digest,
+        current=divergence.current_digest,
     )
     if choice is not None:
         first = replace(last, kind="setting", name=choice.name, moment="", proven=False)
@@ -195,15 +195,15 @@ def _may_have_read(graph: Graph, node: Node, row: int) -> Iterator[Node]:
     if is_unrecorded and is_older:
         yield Node(kind="outside", name=states.UNRECORDED_STEPS, step=node.step)
         return
-    found = [*settings.options_of_update(graph, row)]
+    nodes = [*settings.options_of_update(graph, row)]
     is_content = graph.difference.kinds[row] == "content"
     may_be_drawn = (is_unrecorded and is_content) or graph.difference.start(row) == "passed on"
     if may_be_drawn and settings.model_setting(graph) is None:
-        found += generators.moved_within(graph)
-    found += settings.setting_node(settings.explaining_setting(graph), node.step)
-    yield from found
+        nodes += generators.moved_within(graph)
+    nodes += settings.setting_node(settings.explaining_setting(graph), node.step)
+    yield from nodes
     is_in_both = graph.difference.kinds[row] not in ("missing", "extra")
-    if is_unrecorded and is_in_both and not found:
+    if is_unrecorded and is_in_both and not nodes:
         name = "what wrote it, which was not recorded"
         yield Node(kind="outside", name=name, step=node.step, moment=node.moment)
 

@@ -25,7 +25,7 @@ from det_callbacks.cli.check import (
     with_hash_seed,
 )
 from det_callbacks.cli.repro import REPRO, Repro, make_repro
-from det_callbacks.compare.numbers import find_command
+from det_callbacks.compare.next_recording import find_command
 from det_callbacks.compare.record import REPORT_FILE, VERDICT_FILE
 from det_callbacks.environment.variables import CAPTURE, LAST_STEP, REPLACES_OWN
 from det_callbacks.errors import CheckError

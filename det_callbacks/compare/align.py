@@ -146,21 +146,19 @@ def _group(view: StepView, interned: dict[Hashable, int]) -> _Step:
         # names identify rows of the state or the batch
         op_or_name = (head.op,) if head.op else (head.op, head.role, head.name)
         op = intern(MatchKey.OP, head.phase, head.module, *op_or_name)
-        outputs, names = (
-            tuple((row.role, row.output) for row in rows),
-            tuple(row.name for row in rows),
-        )
+        outputs = tuple((row.role, row.output) for row in rows)
+        names = tuple(row.name for row in rows)
         structure = intern(MatchKey.STRUCTURE, op, outputs, names)
-        given = (
+        layouts_and_arguments = (
             tuple(layouts[first:stop]),
             read_arguments(view, first).canonical if head.op else None,
         )
-        arguments = intern(MatchKey.ARGUMENTS, structure, given)
+        arguments = intern(MatchKey.ARGUMENTS, structure, layouts_and_arguments)
         bits = intern(
             MatchKey.DIGEST,
             op,
             outputs,
-            given,
+            layouts_and_arguments,
             tuple(digests[first:stop]),
             tuple(owners[first:stop]),
         )
@@ -236,9 +234,10 @@ def _match_units(reference: list[_Unit], current: list[_Unit]) -> Pairs:
         else:
             remaining.append(gap)
     for key in (MatchKey.ARGUMENTS, MatchKey.STRUCTURE, MatchKey.OP):
-        # bits differ from the beginning of a gap on, so an op inserted among its kind is there
-        found, remaining = _match_by(key, reference, current, remaining, suffix_first=True)
-        pairs += found
+        # A gap begins where digests first differ, so of several equal ops the inserted one comes
+        # first: match from the end.
+        matches, remaining = _match_by(key, reference, current, remaining, suffix_first=True)
+        pairs += matches
     return sorted(pairs)
 
 
@@ -256,12 +255,14 @@ def _match_by(
     pairs: Pairs = []
     remaining = []
     for gap in gaps:
-        found, middle = _trim(reference_keys, current_keys, gap, suffix_first=suffix_first)
+        matched_ends, middle = _trim(reference_keys, current_keys, gap, suffix_first=suffix_first)
         matches = _match_blocks(reference_keys, current_keys, middle)
-        pairs += found + matches
+        pairs += matched_ends + matches
         for part in _gaps_between(matches, middle):
-            found, rest = _trim(reference_keys, current_keys, part, suffix_first=suffix_first)
-            pairs += found
+            matched_ends, rest = _trim(
+                reference_keys, current_keys, part, suffix_first=suffix_first
+            )
+            pairs += matched_ends
             remaining.append(rest)
     return pairs, remaining
 
@@ -298,10 +299,8 @@ def _join(reference: _Step, current: _Step, matches: Pairs) -> Pairs:
             current.units[current_start:current_index],
             partners,
         )
-        reference_unit, current_unit = (
-            reference.units[reference_index],
-            current.units[current_index],
-        )
+        reference_unit = reference.units[reference_index]
+        current_unit = current.units[current_index]
         rows += [(position, -1) for position in reference_unit.input_rows if position not in paired]
         rows += [(partners.get(position, -1), position) for position in current_unit.input_rows]
         rows += _pair_outputs(reference.view, reference_unit, current.view, current_unit)
@@ -501,12 +500,12 @@ def _positions_by_occurrence(keys: Sequence[int], positions: range) -> dict[tupl
     the last position first.
     """
     seen: Counter[int] = Counter()
-    found = {}
+    by_occurrence = {}
     for position in reversed(positions):
         key = keys[position]
-        found[key, seen[key]] = position
+        by_occurrence[key, seen[key]] = position
         seen[key] += 1
-    return found
+    return by_occurrence
 
 
 def _gaps_between(pairs: Pairs, gap: Gap) -> list[Gap]:
@@ -539,9 +538,9 @@ def _longest_ascending(candidates: Pairs) -> Pairs:
         # the pair is a better end for this length, or begins the next length
         ends[length : length + 1] = [pair[1]]
         chains[length : length + 1] = [(pair, chains[length - 1] if length else ())]
-    found: Pairs = []
+    longest: Pairs = []
     rest = chains[-1] if chains else ()
     while rest:
         pair, rest = rest
-        found.append(pair)
-    return found[::-1]
+        longest.append(pair)
+    return longest[::-1]

@@ -30,12 +30,16 @@ def eager_pairs(views: Sequence[StepView], paired: Sequence[set[int]]) -> list[E
         eager = 1 - side
         calls = _calls_of(views[eager])
         for position, place, number, num_calls in _compiled(views[side]):
-            found = calls.get(place, [])
-            if position in paired[side] or len(found) != num_calls:
+            eager_calls = calls.get(place, [])
+            if position in paired[side] or len(eager_calls) != num_calls:
                 continue
             entries = views[eager].layout.entries
             shape = _shape(views[side], position)
-            same = [at for at in found[number] if _shape(views[eager], at) == shape and entries[at]]
+            same = [
+                at
+                for at in eager_calls[number]
+                if _shape(views[eager], at) == shape and entries[at]
+            ]
             if len(same) == 1 and same[0] not in paired[eager]:
                 ordered = (position, same[0]) if side == 0 else (same[0], position)
                 pairs.append(EagerPair(ordered, side))
@@ -49,17 +53,17 @@ def _shape(view: StepView, position: int) -> tuple[int, ...] | None:
 
 def _calls_of(view: StepView) -> dict[_Op, list[list[int]]]:
     """Return the positions of the outputs of each call of an op in a line."""
-    found: dict[_Op, list[list[int]]] = defaultdict(list)
+    calls: dict[_Op, list[list[int]]] = defaultdict(list)
     last: dict[_Op, int] = {}
     for position, site in enumerate(view.program.sites):
         if site.role != "output" or not site.op or site.recomputed:
             continue
         place = site.phase, site.op, first_line(site.source)
         if site.output <= last.get(place, site.output):
-            found[place].append([])
-        found[place][-1].append(position)
+            calls[place].append([])
+        calls[place][-1].append(position)
         last[place] = site.output
-    return found
+    return calls
 
 
 def _compiled(view: StepView) -> Iterator[tuple[int, _Op, int, int]]:

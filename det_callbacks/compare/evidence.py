@@ -108,6 +108,18 @@ class GeneratorChange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SampleSource:
+    """The step of the reference that has samples of a batch that differs."""
+
+    step: int
+    has_all: bool  # of the batch's samples
+    epoch: int
+    place: int  # in its epoch
+    is_other_epoch: bool  # not that of the batch
+    batch_place: int  # of the batch, in its epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchChange:
     """How the batch of a step differs; None means unknown."""
 
@@ -116,13 +128,9 @@ class BatchChange:
     has_loader: bool = True  # in either run
     # torch's RandomSampler shuffles with the generator of the process
     is_process_shuffle: bool = False
-    is_loaded_alike: bool | None = None  # the loaders' output matches
-    found_at: int | None = None  # step of the reference with samples of this batch
-    is_whole: bool = False  # that batch holds all of them
-    epoch: int = 0  # of that step
-    is_other_epoch: bool = False  # not that of the step that differs
-    places: tuple[int, int] = (0, 0)  # of the step that differs and of that step, in their epochs
-    was_searched: bool = False
+    loader_matches: bool | None = None  # the loaders' output matches
+    source: SampleSource | None = None
+    was_searched: bool = False  # for the source
     num_samples: int = 0  # that the current run recorded of the batch
     num_same: int = 0  # of these, the ones that the reference's batch of the same step has
     # loader, position in the batch, both indices
@@ -197,29 +205,31 @@ def find_evidence(reference: Run, current: Run, difference: StepDifference) -> E
     )
     if not has_other_batch:
         return evidence
-    reference_samples, current_samples = (
-        reference_window.samples(step),
-        current_window.samples(step),
-    )
-    new_samples = [sample for sample in current_samples if sample not in reference_samples][
-        :MAX_SEARCHED
-    ]
-    found: dict[str, Any] = {}
-    if new_samples:
-        found = _find_samples(reference, *place, new_samples=new_samples, samples=current_samples)
-    is_loaded_alike = _is_loaded_alike(
+    batch = _with_samples(evidence.batch, reference, (reference_window, current_window), place)
+    loader_matches = _loader_matches(
         (reference_window, difference.reference),
         (current_window, difference.current),
     )
-    batch = replace(
-        evidence.batch,
-        is_loaded_alike=is_loaded_alike,
+    return replace(evidence, batch=replace(batch, loader_matches=loader_matches))
+
+
+def _with_samples(
+    batch: BatchChange,
+    reference: Run,
+    windows: tuple[Window, Window],
+    place: tuple[int, int, int],
+) -> BatchChange:
+    """Return a batch with how many of its samples the reference has, and where."""
+    reference_samples, current_samples = (window.samples(place[-1]) for window in windows)
+    new_samples = [sample for sample in current_samples if sample not in reference_samples]
+    new_samples = new_samples[:MAX_SEARCHED]
+    return replace(
+        batch,
         was_searched=bool(new_samples),
-        **found,
+        source=_find_source(reference, *place, new_samples=new_samples, samples=current_samples),
         num_samples=len(current_samples),
         num_same=sum(sample in reference_samples for sample in current_samples),
     )
-    return replace(evidence, batch=batch)
 
 
 def _require_step(run: Run, window: Window | None, rank: int, segment: int, step: int) -> None:
@@ -233,19 +243,17 @@ def _require_step(run: Run, window: Window | None, rank: int, segment: int, step
         )
 
 
-def _is_loaded_alike(
+def _loader_matches(
     reference: tuple[Window, StepView], current: tuple[Window, StepView]
 ) -> bool | None:
     """Return whether the loaders returned the same batch, or None if that is unknown.
 
     A run records what its loader returned only where something changed it until the step.
     """
-    reference_changed, current_changed = (
-        _changed_after_loading(*reference),
-        _changed_after_loading(*current),
-    )
-    reference_loaded = _given_batch(reference[1]) | reference_changed
-    current_loaded = _given_batch(current[1]) | current_changed
+    reference_changed = _changed_after_loading(*reference)
+    current_changed = _changed_after_loading(*current)
+    reference_loaded = _batch_of(reference[1]) | reference_changed
+    current_loaded = _batch_of(current[1]) | current_changed
     if (reference_changed or current_changed) and reference_loaded == current_loaded:
         return True
     return False if reference_changed and current_changed else None
@@ -256,7 +264,7 @@ def _changed_after_loading(window: Window, view: StepView) -> dict[str, int]:
     return {name: row.value for name, row in window.of_batch("loaded", view.record.step).items()}
 
 
-def _given_batch(view: StepView) -> dict[str, int]:
+def _batch_of(view: StepView) -> dict[str, int]:
     """Return the digests of the batch that a step got, by name."""
     sites = zip(view.program.sites, view.record.digests.tolist(), strict=True)
     return {
@@ -268,7 +276,7 @@ def _given_batch(view: StepView) -> dict[str, int]:
 
 def read_window(run: Run, rank: int, segment: int, step: int) -> Window | None:
     """Return the evidence of a run up to a step, or None if there is none."""
-    earlier_steps = (known for known in run.rank(rank).steps(segment).tolist() if known < step)
+    earlier_steps = (at for at in run.rank(rank).steps(segment).tolist() if at < step)
     since = max(earlier_steps, default=None)
 
     def is_wanted(batch: pa.RecordBatch) -> np.ndarray:
@@ -305,13 +313,7 @@ def gather_window(rows: Iterable[EvidenceRow], *, since: int | None) -> Window |
         elif row.kind == "scripted":
             scripted = tuple(json.loads(row.text or "[]"))
         elif row.kind == "option":
-            for index, value in enumerate(json.loads(row.text)):
-                of_group, text = (row.of, f"{row.part} of group {index}"), json.dumps(value)
-                if of_group not in options:
-                    options[of_group] = (row.step, text)
-                elif options[of_group][1] != text:
-                    options[of_group] = (row.step, text)
-                    changed.add(of_group)
+            _update_options(row, options, changed)
         elif row.kind == "trained":
             optimizers[row.of] = tuple(json.loads(row.text or "[]"))
         elif row.kind in _RECENT:
@@ -335,6 +337,19 @@ def gather_window(rows: Iterable[EvidenceRow], *, since: int | None) -> Window |
     )
 
 
+def _update_options(
+    row: EvidenceRow, options: dict[Part, tuple[int, str]], changed: set[Part]
+) -> None:
+    """Note since which step each group has its value of an option, and whether it had another."""
+    for index, value in enumerate(json.loads(row.text)):
+        part, text = (row.of, f"{row.part} of group {index}"), json.dumps(value)
+        if part not in options:
+            options[part] = row.step, text
+        elif options[part][1] != text:
+            options[part] = row.step, text
+            changed.add(part)
+
+
 def from_batch_start(rows: Iterable[EvidenceRow]) -> Iterator[EvidenceRow]:
     """Yield the rows since a step began, without those of its batch."""
     return (
@@ -344,7 +359,7 @@ def from_batch_start(rows: Iterable[EvidenceRow]) -> Iterator[EvidenceRow]:
     )
 
 
-def _find_samples(
+def _find_source(
     run: Run,
     rank: int,
     segment: int,
@@ -352,42 +367,51 @@ def _find_samples(
     *,
     new_samples: Sequence[int],
     samples: Sequence[int],
-) -> dict[str, Any]:
-    """Return what a BatchChange says of a step that has all these samples, or one of
-    ``new_samples``, or {}.
+) -> SampleSource | None:
+    """Return the step that has all these samples, or else one of ``new_samples``: one of the same
+    epoch rather than of another, and then the first.
 
-    It is a step of the same epoch rather than of another one, and then the first. {} if less than
-    ``MIN_FOUND`` of the new samples are in the attempt.
+    None if less than ``MIN_FOUND`` of the new samples are in the attempt.
     """
-    steps: defaultdict[int, set[int]] = defaultdict(set)
-    values = np.array(samples, dtype=np.uint64)
-    rows = read_rows(
-        run, rank, segment, step, lambda batch: np.isin(batch.column("value").to_numpy(), values)
-    )
-    for row in rows:
+    if not new_samples:
+        return None
+    steps_of: defaultdict[int, set[int]] = defaultdict(set)
+    for row in rows_with_values(run, rank, segment, step, samples):
         if row.kind == "sample":
-            steps[row.value].add(row.step)
-    found = [steps[value] for value in new_samples if value in steps]
-    if not found or len(found) < MIN_FOUND * len(new_samples):
-        return {}
-    steps_with_all = set.intersection(*(steps[value] for value in samples))
-    known = run.rank(rank).steps(segment).tolist()
+            steps_of[row.value].add(row.step)
+    steps_of_new = [steps_of[sample] for sample in new_samples if sample in steps_of]
+    if not steps_of_new or len(steps_of_new) < MIN_FOUND * len(new_samples):
+        return None
+    steps_with_all = set.intersection(*(steps_of[sample] for sample in samples))
+    steps = run.rank(rank).steps(segment).tolist()
 
-    def epoch_of(one: int) -> int:
-        return run.rank(rank).read(segment, one).epoch
+    def epoch_of(step: int) -> int:
+        return run.rank(rank).read(segment, step).epoch
 
-    own = epoch_of(step)
-    found_at = min(steps_with_all or set.union(*found), key=lambda one: (epoch_of(one) != own, one))
-    epoch = epoch_of(found_at)
-    places = (known.index(step), own), (known.index(found_at), epoch)
-    own_place, place = (at - bisect_left(known, one, key=epoch_of) for at, one in places)
-    return {
-        "found_at": found_at,
-        "is_whole": bool(steps_with_all),
-        "epoch": epoch,
-        "is_other_epoch": epoch != own,
-        "places": (own_place, place),
-    }
+    def place_in_epoch(step: int) -> int:
+        return int(steps.index(step) - bisect_left(steps, epoch_of(step), key=epoch_of))
+
+    own_epoch = epoch_of(step)
+    candidates = steps_with_all or set.union(*steps_of_new)
+    source = min(candidates, key=lambda step: (epoch_of(step) != own_epoch, step))
+    return SampleSource(
+        step=source,
+        has_all=bool(steps_with_all),
+        epoch=epoch_of(source),
+        place=place_in_epoch(source),
+        is_other_epoch=epoch_of(source) != own_epoch,
+        batch_place=place_in_epoch(step),
+    )
+
+
+def rows_with_values(
+    run: Run, rank: int, segment: int, step: int, values: Collection[int]
+) -> Iterator[EvidenceRow]:
+    """Return the evidence of an attempt that has one of these values."""
+    wanted = np.array([*values], dtype=np.uint64)
+    return read_rows(
+        run, rank, segment, step, lambda batch: np.isin(batch.column("value").to_numpy(), wanted)
+    )
 
 
 def read_rows(
@@ -414,11 +438,15 @@ def compare_windows(
     batch = _batch_change(reference, current, step)
     counts_earlier = has_other_batch and not (is_resumed and batch.indices not in (None, "same"))
     generators = dict.fromkeys(row.of for row in current.rows if row.kind == "generator")
-    found = (
-        _generator_change(reference, current, step, name, counts_earlier=counts_earlier)
+    changes = [
+        change
         for name in generators
-    )
-    changes = [change for change in found if change is not None]
+        if (
+            change := _generator_change(
+                reference, current, step, name, counts_earlier=counts_earlier
+            )
+        )
+    ]
     last_row = {(row.step, row.moment): index for index, row in enumerate(current.rows)}
     changes.sort(key=lambda change: last_row.get(change.differs_at, len(last_row)))
     return Evidence(
@@ -469,31 +497,25 @@ def _generator_change(
     ends what differed before it.
     """
     reference_states, current_states = reference.states(name, step), current.states(name, step)
-    # with their steps, since a run may have resumed at this one
-    places = [row[:2] for row in reference_states], [row[:2] for row in current_states]
-    blocks = SequenceMatcher(None, *places, autojunk=False).get_matching_blocks()
-    pairs = [
-        (block.a + offset, block.b + offset) for block in blocks for offset in range(block.size)
-    ]
+    pairs = _paired_states(reference_states, current_states)
     differs = [
         reference_states[reference_index].value != current_states[current_index].value
         for reference_index, current_index in pairs
     ]
-    begins = [
-        at
-        for at, (_, index) in enumerate(pairs)
+    begins = (
+        number
+        for number, (_, index) in enumerate(pairs)
         if current_states[index][:2] == (step, BATCH_START)
-    ]
-    if begins and not counts_earlier and not differs[begins[0]]:
-        pairs, differs = pairs[begins[0] :], differs[begins[0] :]
+    )
+    begin = next(begins, None)
+    if begin is not None and not counts_earlier and not differs[begin]:
+        pairs, differs = pairs[begin:], differs[begin:]
     if not any(differs):
         return None
     first = differs.index(True)
     reference_index, current_index = pairs[first]
-    reference_state, current_state = (
-        reference_states[reference_index],
-        current_states[current_index],
-    )
+    reference_state = reference_states[reference_index]
+    current_state = current_states[current_index]
     place = current_state.step, current_state.moment
     change = GeneratorChange(
         name=name, differs_at=place, seeds=_seeds(reference, current, name, place)
@@ -504,10 +526,8 @@ def _generator_change(
     equal_state = current_states[current_equal_index]
     was_idle = equal_state.value == IDLE
     is_drawn_in_both = was_idle and IDLE not in (reference_state.value, current_state.value)
-    reference_between = [
-        point for _, point in places[0][reference_equal_index + 1 : reference_index]
-    ]
-    current_between = [point for _, point in places[1][current_equal_index + 1 : current_index]]
+    reference_between = _moments(reference_states[reference_equal_index + 1 : reference_index])
+    current_between = _moments(current_states[current_equal_index + 1 : current_index])
     only_reference = tuple(point for point in reference_between if point not in current_between)
     return replace(
         change,
@@ -517,6 +537,22 @@ def _generator_change(
         only_reference=only_reference,
         only_current=tuple(point for point in current_between if point not in reference_between),
     )
+
+
+def _paired_states(
+    reference: Sequence[EvidenceRow], current: Sequence[EvidenceRow]
+) -> list[tuple[int, int]]:
+    """Return the indices of the states that were read at the same place of both runs, in order."""
+    # with their steps, since a run may have resumed at the last one
+    places = [row[:2] for row in reference], [row[:2] for row in current]
+    blocks = SequenceMatcher(None, *places, autojunk=False).get_matching_blocks()
+    return [
+        (block.a + offset, block.b + offset) for block in blocks for offset in range(block.size)
+    ]
+
+
+def _moments(rows: Iterable[EvidenceRow]) -> list[str]:
+    return [row.moment for row in rows]
 
 
 def _idle_generators(
@@ -587,11 +623,10 @@ def _are_equal(rows: Mapping[str, tuple[EvidenceRow, EvidenceRow]]) -> bool:
 
 
 def _is_process_shuffle(settings: Mapping[Part, str]) -> bool:
-    samplers = {loader: one for (loader, setting), one in settings.items() if setting == "sampler"}
     shuffled = [
         loader
-        for loader, sampler in samplers.items()
-        if sampler.split(KIND_OF_SAMPLER)[-1] == "RandomSampler"
+        for (loader, setting), value in settings.items()
+        if setting == "sampler" and value.split(KIND_OF_SAMPLER)[-1] == "RandomSampler"
     ]
     return any(settings.get((loader, "separate generator")) == str(False) for loader in shuffled)
 

@@ -47,14 +47,17 @@ class MetricDifference:
         """Whether one run reads no metric there, as after a shorter epoch."""
         return not all(reading.metrics for reading in self.readings)
 
-    def follows_from(self, segment: int, step: int | None = None) -> bool:
-        """Return whether steps in only one run, or an epoch that ended in only one run,
-        explain it.
-        """
-        if self.segment != segment or not self.is_read_in_one:
-            return False
-        at = self.readings[1].step
-        return at >= 0 if step is None else step <= 1 + at and self.explaining_choice is None
+    def follows_from_unpaired(self, segment: int) -> bool:
+        """Return whether steps of a fit that only one run has explain it."""
+        return self._is_missing_in(segment) and self.readings[1].step >= 0
+
+    def follows_from_step(self, segment: int, step: int) -> bool:
+        """Return whether a step that differs explains it: an epoch ended there in only one run."""
+        is_since = step <= 1 + self.readings[1].step
+        return self._is_missing_in(segment) and is_since and self.explaining_choice is None
+
+    def _is_missing_in(self, segment: int) -> bool:
+        return self.segment == segment and self.is_read_in_one
 
     @property
     def differing_reads(self) -> list[tuple[ReadRow, str, str]]:
@@ -62,21 +65,21 @@ class MetricDifference:
         if self.kind != "content":
             return []
         reference, current = ({row[:2]: row for row in reading.reads} for reading in self.readings)
-        found = []
+        differing = []
         for place, row in {**current, **reference}.items():
-            before, now = (
-                known[place].value if place in known else "none" for known in (reference, current)
-            )
-            if before != now:
-                found.append((row, before, now))
-        return found
+            values = [
+                side[place].value if place in side else "none" for side in (reference, current)
+            ]
+            if values[0] != values[1]:
+                differing.append((row, values[0], values[1]))
+        return differing
 
     @property
     def root(self) -> tuple[ReadRow, str, str] | None:
         """The row among ``differing_reads`` that it depends on, if any."""
         kinds = [*_CAUSES]
-        found = [entry for entry in self.differing_reads if entry[0].kind in kinds]
-        return min(found, key=lambda entry: kinds.index(entry[0].kind), default=None)
+        roots = [entry for entry in self.differing_reads if entry[0].kind in kinds]
+        return min(roots, key=lambda entry: kinds.index(entry[0].kind), default=None)
 
     @property
     def explaining_choice(self) -> EnvironmentDifference | None:
@@ -102,16 +105,16 @@ class MetricDifference:
 
     def divergence(self) -> Divergence:
         reference, current = self.values
-        known = current if current is not None else reference
-        assert known is not None, "one run has it"
+        metric = current if current is not None else reference
+        assert metric is not None, "one run has it"
         return Divergence(
             rank=0,
             step=max(0, self.order[1]),
             phase="metric",
             name=self.name,
             kind=self.kind,
-            shape=known.shape,
-            dtype=known.dtype,
+            shape=metric.shape,
+            dtype=metric.dtype,
             reference_digest=None if reference is None else reference.digest,
             current_digest=None if current is None else current.digest,
             segment=self.segment,
@@ -161,36 +164,35 @@ class MetricComparison:
         because missing steps may explain it.
         """
         before = self.num_differing
-        of_fits = [known for known in self._pending.values() if known.where not in CALLS]
-        self._miss([known for known in of_fits if known.order < reading.order])
+        of_fits = [pending for pending in self._pending.values() if pending.where not in CALLS]
+        self._count_missing([earlier for earlier in of_fits if earlier.order < reading.order])
         reference = self._pending.pop(reading.key, None)
         if reference is not None:
             self.num_compared += len(reading.metrics.keys() & reference.metrics)
-            self._count(reference, reading)
+            self._count_differing(reference, reading)
         differs = self.num_differing > before
         if reference is None and not self._is_common and reading.step not in self._resumed:
-            self._count(replace(reading, metrics={}), reading)
+            self._count_differing(replace(reading, metrics={}), reading)
         return differs
 
     def end(self, *, with_calls: bool = True) -> None:
         """Count the remaining readings as missing; without ``with_calls``,
         not those after the fit.
         """
-        self._miss([one for one in self._pending.values() if with_calls or not one.is_after_fit])
+        pending = self._pending.values()
+        self._count_missing([one for one in pending if with_calls or not one.is_after_fit])
 
-    def _miss(self, readings: list[Reading]) -> None:
+    def _count_missing(self, readings: list[Reading]) -> None:
         for reading in readings:
             del self._pending[reading.key]
             if not self._is_common and reading.step not in self._resumed:
-                self._count(reading, replace(reading, metrics={}))
+                self._count_differing(reading, replace(reading, metrics={}))
 
-    def _count(self, reference: Reading, current: Reading) -> None:
+    def _count_differing(self, reference: Reading, current: Reading) -> None:
         step, where, call = current.order
         for number, name in enumerate({**current.metrics, **reference.metrics}):
-            reference_metric, current_metric = (
-                reference.metrics.get(name),
-                current.metrics.get(name),
-            )
+            reference_metric = reference.metrics.get(name)
+            current_metric = current.metrics.get(name)
             if (
                 reference_metric is not None
                 and current_metric is not None
@@ -201,11 +203,11 @@ class MetricComparison:
             if None in (reference_metric, current_metric) and has_other_hook:
                 continue  # only one run may have run the hook that logs it
             self.num_differing += 1
-            found = MetricDifference(
+            difference = MetricDifference(
                 order=(self._segment, step, _AFTER_SITES + (where << 20) + call, number),
                 segment=self._segment,
                 name=name,
                 values=(reference_metric, current_metric),
                 readings=(reference, current),
             )
-            self.first = min(self.first or found, found, key=lambda one: one.order)
+            self.first = min(self.first or difference, difference, key=lambda one: one.order)

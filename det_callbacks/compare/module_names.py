@@ -89,15 +89,15 @@ class ModuleNames:
     def check(self, reference: set[str], current: set[str]) -> None:
         """Raise ``SelectionError`` if a pattern matches none of the modules of its run."""
         for rule in self.rules:
-            for side, patterns, known in (
+            for side, patterns, modules in (
                 ("the reference", rule.reference, reference),
                 ("the current run", rule.current, current),
             ):
                 for pattern in patterns:
-                    if all(_matched(pattern, module) is None for module in known):
+                    if all(_matched(pattern, module) is None for module in modules):
                         raise SelectionError(
                             f"{self.path}: {pattern!r} matches no module of {side}, which has "
-                            f"{listed(sorted(known - {''}))}. Correct the rule, or delete it."
+                            f"{listed(sorted(modules - {''}))}. Correct the rule, or delete it."
                         )
 
     def _renamed_tensor(self, site: Site) -> str:
@@ -107,9 +107,9 @@ class ModuleNames:
     def _rename(self, module: str) -> str:
         for rule in self.rules:
             if len(rule.reference) == len(rule.current) == 1:
-                found = _matched(rule.reference[0], module)
-                if found is not None:
-                    return _filled(rule.current[0], found)
+                texts = _matched(rule.reference[0], module)
+                if texts is not None:
+                    return _filled(rule.current[0], texts)
         return module
 
     def fused(self, reference: StepView, current: StepView) -> list[Group]:
@@ -138,27 +138,27 @@ def _groups(rule: _Rule, reference: Sequence[Site], current: Sequence[Site]) -> 
             (number, tuple(found), site.phase, site.op, site.occurrence, site.output): position
             for position, site in enumerate(sites)
             if site.role == "output"
-            for number, pattern in enumerate(known)
+            for number, pattern in enumerate(of_side)
             if (found := _matched(pattern, site.module)) is not None
         }
-        for sites, known in zip(sides, patterns, strict=True)
+        for sites, of_side in zip(sides, patterns, strict=True)
     ]
     for (_, *key), whole in places[1 - several].items():
         parts = [places[several].get((number, *key)) for number in range(len(patterns[several]))]
-        known = [part for part in parts if part is not None]
-        if len(known) == len(parts):
-            yield ([whole], known) if several else (known, [whole])
+        positions = [part for part in parts if part is not None]
+        if len(positions) == len(parts):
+            yield ([whole], positions) if several else (positions, [whole])
 
 
 def _matched(pattern: str, module: str) -> list[str] | None:
     """Return the texts that the stars of a pattern match in a module's name,
     or None if it does not match.
     """
-    found = re.fullmatch("(.*)".join(map(re.escape, pattern.split("*"))), module)
-    return None if found is None else list(found.groups())
+    match = re.fullmatch("(.*)".join(map(re.escape, pattern.split("*"))), module)
+    return None if match is None else list(match.groups())
 
 
-def _filled(pattern: str, found: Sequence[str]) -> str:
+def _filled(pattern: str, texts: Sequence[str]) -> str:
     """Return a pattern with its stars replaced by texts."""
     first, *rest = pattern.split("*")
-    return first + "".join(text + part for text, part in zip(found, rest, strict=True))
+    return first + "".join(text + part for text, part in zip(texts, rest, strict=True))

@@ -21,11 +21,10 @@ Subject = Hashable
 """What a row is: its name, or the parameter that an op updates."""
 
 Owners = frozenset[str]
-NOBODY: Owners = frozenset()
+NO_OWNERS: Owners = frozenset()
 
 _GROUPS = ("state", "data", "gradient", "forward")
-"""Phases whose named rows list tensors, in the order in which a program happens to hold them."""
-
+"""Phases whose named rows list tensors in an order that means nothing."""
 
 _UPDATES = ("gradient", "optimizer")
 """Phases in which ops take one parameter after the other."""
@@ -62,7 +61,9 @@ class Chunk(NamedTuple):
     units: range
 
 
-class Kind(NamedTuple):
+class BlockKind(NamedTuple):
+    """What neighbouring units of one block have in common."""
+
     phase: str
     module: str = ""
     has_ops: bool = False
@@ -74,7 +75,7 @@ class Block:
     or the updates of parameters.
     """
 
-    kind: Kind
+    kind: BlockKind
     chunks: tuple[Chunk, ...]
 
 
@@ -108,7 +109,7 @@ def owners_of_updates(program: Program) -> list[Owners]:
     """
     sites = program.sites
     updated = {site.of for site in sites if site.role == "named" and site.phase == "gradient"}
-    owners = [frozenset([site.of]) if site.of in updated else NOBODY for site in sites]
+    owners = [frozenset([site.of]) if site.of in updated else NO_OWNERS for site in sites]
     # a tensor's writer, and the gradient that an update reads
     for position in range(len(sites) - 1, -1, -1):
         site = sites[position]
@@ -118,7 +119,7 @@ def owners_of_updates(program: Program) -> list[Owners]:
                     owners[read] = owners[read] or owners[position]
     of_updates = [at for at, site in enumerate(sites) if site.op and site.phase in _UPDATES]
     for position in of_updates:
-        owners[position] = owners[position] or NOBODY.union(
+        owners[position] = owners[position] or NO_OWNERS.union(
             *(owners[read] for read in sites[position].inputs)
         )
     needed_by: defaultdict[int, Owners] = defaultdict(frozenset)
@@ -128,7 +129,7 @@ def owners_of_updates(program: Program) -> list[Owners]:
         for read in sites[position].inputs:
             needed_by[read] |= owners[position]
     updates = frozenset(of_updates)
-    return [of_row if position in updates else NOBODY for position, of_row in enumerate(owners)]
+    return [of_row if position in updates else NO_OWNERS for position, of_row in enumerate(owners)]
 
 
 def _pairs(reference: Sequence[Block], current: Sequence[Block]) -> list[tuple[Block, Block]]:
@@ -177,15 +178,17 @@ def _blocks(units: Sequence[Unit]) -> list[Block]:
     return blocks
 
 
-def _kind_of(unit: Unit) -> Kind | None:
+def _kind_of(unit: Unit) -> BlockKind | None:
     """Return the kind of a unit whose place among its neighbours says nothing; else None."""
     head = unit.sites[0]
     if head.op:
         is_for_one = all(len(owners) < 2 for owners in unit.owners)
-        return Kind(head.phase, has_ops=True) if head.phase in _UPDATES and is_for_one else None
+        return (
+            BlockKind(head.phase, has_ops=True) if head.phase in _UPDATES and is_for_one else None
+        )
     module = head.module if head.phase == "forward" else ""  # outputs of a module are a group
     return (
-        Kind(head.phase, module)
+        BlockKind(head.phase, module)
         if head.phase in _GROUPS and head.role in ("named", "samples")
         else None
     )
@@ -195,7 +198,7 @@ def _chunks(units: Sequence[Unit], first: int) -> tuple[Chunk, ...]:
     chunks: list[Chunk] = []
     subjects: list[Subject] = []
     for unit in units:
-        owners = tuple(sorted(NOBODY.union(*unit.owners)))
+        owners = tuple(sorted(NO_OWNERS.union(*unit.owners)))
         # an op of no known parameter belongs to the one before it
         subjects.append(
             (owners or (subjects[-1] if subjects else ()))
@@ -247,19 +250,17 @@ def read_arguments(view: StepView, output: int) -> Arguments:
             else json.dumps(plain_value(value))
         )
         return Arguments(values={**constants, site.varying[0]: text})
-    known = view.read_values().get(bits)
-    if known is None:
+    json_text = view.read_values().get(bits)
+    if json_text is None:
         return Arguments(values=constants, digested=site.varying, bits=bits)
-    texts = map(json.dumps, json.loads(known))
+    texts = map(json.dumps, json.loads(json_text))
     return Arguments(values={**constants, **dict(zip(site.varying, texts, strict=True))})
 
 
 def _differing(reference: Arguments, current: Arguments) -> ArgumentDifference | None:
     """Return how the arguments of two calls differ, or None if they are equal."""
-    is_known, digested = (
-        reference.digested == current.digested,
-        {*reference.digested, *current.digested},
-    )
+    is_known = reference.digested == current.digested
+    digested = {*reference.digested, *current.digested}
     names = [name for name in {**reference.values, **current.values} if name not in digested]
     pairs = {
         name: (reference.values.get(name, _ABSENT), current.values.get(name, _ABSENT))
@@ -288,14 +289,12 @@ def other_arguments(
     """
     reference_sites, current_sites = reference.program.sites, current.program.sites
     by_call: dict[int, ArgumentDifference | None] = {}
-    found: dict[int, ArgumentDifference] = {}
+    by_row: dict[int, ArgumentDifference] = {}
     for row, (reference_place, current_place) in enumerate(pairs):
         if reference_place < 0 or current_place < 0 or not current_sites[current_place].op:
             continue
-        reference_site, current_site = (
-            reference_sites[reference_place],
-            current_sites[current_place],
-        )
+        reference_site = reference_sites[reference_place]
+        current_site = current_sites[current_place]
         has_numbers = bool(reference_site.varying or current_site.varying)
         is_same = not has_numbers and reference_site.arguments == current_site.arguments
         if is_same or (
@@ -308,8 +307,8 @@ def other_arguments(
             by_call[call] = _differing(reference_arguments, read_arguments(current, current_place))
         difference = by_call[call]
         if difference is not None and (is_first or differs[row]):
-            found[row] = difference
-    return found
+            by_row[row] = difference
+    return by_row
 
 
 def _has_outputs(sites: tuple[Site, ...], argument: int) -> bool:

@@ -61,7 +61,7 @@ class Classification:
     since: tuple[tuple[int, int] | None, ...] = ()
 
     def ranks(self, side: Side) -> tuple[int, ...]:
-        return tuple(rank for rank, known in enumerate(self.sides) if known == side)
+        return tuple(rank for rank, of_rank in enumerate(self.sides) if of_rank == side)
 
     @property
     def is_collective(self) -> bool:
@@ -108,7 +108,7 @@ class FirstDifference:
         if ranks is None:
             return [*self.origins]
         own = self.origins if ranks.sides[self.order[-1]] == "origin" else ()
-        return [*(replace(one, is_origin=True) for one in self._delivered_by(ranks)), *own]
+        return [*(replace(output, is_origin=True) for output in self._delivered_by(ranks)), *own]
 
     def _delivered_by(self, ranks: Classification) -> list[Divergence]:
         """Return the outputs of the collective that are origins."""
@@ -120,32 +120,32 @@ def classify(per_rank: Sequence[FirstDifference | None]) -> Classification:
     """Return which ranks started a difference and which received it,
     from each rank's first difference.
     """
-    differing = [known for known in per_rank if known is not None]
-    first = min((known.moment for known in differing), default=None)
-    earliest = [known for known in differing if known.moment == first]
-    changed = frozenset().union(*(known.changed for known in earliest))
-    received = [(known, call) for known in differing for call, _ in known.received]
+    differing = [first for first in per_rank if first is not None]
+    moment = min((first.moment for first in differing), default=None)
+    earliest = [first for first in differing if first.moment == moment]
+    changed = frozenset().union(*(first.changed for first in earliest))
+    received = [(first, call) for first in differing for call, _ in first.received]
     # the inputs of all ranks are known only in the first step that differs
     by_itself = (
-        call for known, call in received if known.moment == first and call.key not in changed
+        call for first, call in received if first.moment == moment and call.key not in changed
     )
-    handed_on = (call for known, call in received if known.moment != first or call.key in changed)
+    handed_on = (call for first, call in received if first.moment != moment or call.key in changed)
     return Classification(
-        sides=tuple("equal" if known is None else _side(known, earliest) for known in per_rank),
+        sides=tuple("equal" if first is None else _side(first, earliest) for first in per_rank),
         collective=next(by_itself, None),
         through=next(handed_on, None),
-        since=tuple(None if known is None else known.moment for known in per_rank),
+        since=tuple(None if first is None else first.moment for first in per_rank),
     )
 
 
-def _side(known: FirstDifference, earliest: Sequence[FirstDifference]) -> Side:
-    is_early = known.moment == earliest[0].moment
-    if known.begins == "local" or (known.begins == "external" and is_early):
+def _side(first: FirstDifference, earliest: Sequence[FirstDifference]) -> Side:
+    is_early = first.moment == earliest[0].moment
+    if first.begins == "local" or (first.begins == "external" and is_early):
         return "origin"
-    if known.begins == "external":
+    if first.begins == "external":
         return "unknown"
     begun = Counter(other.begins for other in earliest)
-    if known.begins == "received" or not is_early or begun["local"] or begun["external"]:
+    if first.begins == "received" or not is_early or begun["local"] or begun["external"]:
         return "receiver"
     # no other rank, or one of several, can have started it
     return "origin" if begun["ambiguous"] == 1 else "unknown"
@@ -154,7 +154,7 @@ def _side(known: FirstDifference, earliest: Sequence[FirstDifference]) -> Side:
 def describe_first(
     difference: StepDifference, before: str = "", *, is_unrestored: bool = False
 ) -> FirstDifference:
-    """Return the first difference of a step; ``before`` comes from ``RankWalk.before``."""
+    """Return the first difference of a step; ``before`` comes from ``RunPair.before``."""
     calls = _calls_in(difference.current)
     changed = _changed_calls(difference, calls)
     received: list[tuple[CollectiveCall, Divergence]] = []
@@ -201,16 +201,16 @@ def _begins(difference: StepDifference, row: int, before: str, *, is_unrestored:
 def _calls_in(view: StepView) -> dict[int, CollectiveCall]:
     """Return the collectives of a step by the position of their first site, in order."""
     counts: Counter[tuple[str, str]] = Counter()
-    found = {}
+    calls = {}
     for position in (view.program.roles == "sent").nonzero()[0].tolist():
         site = view.program.sites[position]
         if site.output == 0:
             group = _group_of(site)
-            found[position] = CollectiveCall(
+            calls[position] = CollectiveCall(
                 op=site.op, group=group, number=counts[site.op, group], source=site.source
             )
             counts[site.op, group] += 1
-    return found
+    return calls
 
 
 def _changed_calls(
@@ -219,13 +219,13 @@ def _changed_calls(
     """Return the calls with different inputs or arguments on this rank,
     and those only in the reference.
     """
-    found = set()
+    changed = set()
     for row in difference.kinds:
         site, position = difference.site(row), difference.pairs[row][1]
         if site.role == "sent":
             missing = CollectiveCall(op=site.op, group=_group_of(site), number=-1)
-            found.add((calls[position - site.output] if position >= 0 else missing).key)
-    return frozenset(found)
+            changed.add((calls[position - site.output] if position >= 0 else missing).key)
+    return frozenset(changed)
 
 
 def _group_of(site: Site) -> str:
@@ -240,7 +240,7 @@ class StepCounter:
 
     def __init__(self) -> None:
         self.reordered: set[str] = set()
-        self._known: dict[tuple[int, ...], Alignment] = {}
+        self._alignments: dict[tuple[int, ...], Alignment] = {}
 
     def count(self, reference: StepView, current: StepView) -> tuple[int, int]:
         """Return how many sites both steps have, and how many divergences."""
@@ -252,16 +252,16 @@ class StepCounter:
             if not differs[current.program.arguments].any():
                 return len(differs), int(np.count_nonzero(differs))
         key = (*reference_kind, *current_kind)
-        alignment = self._known.get(key) or align(reference, current)
-        if len(self._known) < _MAX_ALIGNMENTS:
-            self._known[key] = alignment
+        alignment = self._alignments.get(key) or align(reference, current)
+        if len(self._alignments) < _MAX_ALIGNMENTS:
+            self._alignments[key] = alignment
         self.reordered.update(alignment.reordered)
-        found = StepDifference(reference, current, alignment)
-        return found.num_compared, found.num_differing
+        difference = StepDifference(reference, current, alignment)
+        return difference.num_compared, difference.num_differing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WholeSteps:
+class UnpairedSteps:
     """Steps of one fit of one rank that are in only one run."""
 
     rank: int
@@ -284,25 +284,25 @@ class WholeSteps:
 
 
 @dataclass(slots=True, kw_only=True)
-class RankFindings:
+class RankResult:
     """The result of one rank; ``first`` is None if no site differs."""
 
     rank: int
     tally: Tally = field(default_factory=Tally)
     first: FirstDifference | None = None
-    whole: list[WholeSteps] = field(default_factory=list)
+    unpaired: list[UnpairedSteps] = field(default_factory=list)
 
-    def add_whole(
+    def add_unpaired(
         self, kind: Literal["missing", "extra"], segment: int, steps: Collection[int]
     ) -> None:
         if steps:
-            known = {"first": min(steps), "last": max(steps), "count": len(steps)}
-            self.whole.append(WholeSteps(rank=self.rank, segment=segment, kind=kind, **known))
+            span = {"first": min(steps), "last": max(steps), "count": len(steps)}
+            self.unpaired.append(UnpairedSteps(rank=self.rank, segment=segment, kind=kind, **span))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankWalk:
-    """Compares one rank of two runs at a time.
+class RunPair:
+    """Two runs that are compared rank by rank.
 
     Equal chains at a step prove that all steps up to it are equal, so bisection finds the first one
     that differs; earlier ones are counted and not read. Damage there goes unnoticed, but cannot
@@ -315,78 +315,92 @@ class RankWalk:
     is_common: bool  # only common steps are compared
     records: Mapping[int, RankRecord]  # if the current run is a verification
 
-    def compare(self, rank: int) -> RankFindings:
+    def compare(self, rank: int) -> RankResult:
         """Return the result of a rank; ReferenceFormatError if a file is damaged."""
         if rank in self.records:
             return self._verified(self.records[rank])
-        reference, current = self.reference.rank(rank), self.current.rank(rank)
-        found, counter = RankFindings(rank=rank), StepCounter()
-        for segment in sorted({*reference.segments, *current.segments}):
-            reference_fit, current_fit = reference.fit(segment), current.fit(segment)
-            num_equal = num_equal_steps(reference_fit, current_fit)
-            if num_equal:
-                self._count_equal(found.tally, rank, segment, current_fit, num_equal)
-            reference_steps = set(reference_fit.steps[num_equal:].tolist())
-            current_steps = set(current_fit.steps[num_equal:].tolist())
-            for step in sorted(reference_steps & current_steps):
-                views = self.views(rank, segment, step)
-                num_compared, num_differing = counter.count(*views)
-                if num_differing and self.is_common:
-                    last = {"reference": reference_fit.steps[-1], "current": current_fit.steps[-1]}
-                    ends_early = compare_steps(*views).ends_early
-                    if ends_early is not None and last[ends_early] == step:
-                        num_differing = 0  # the next step of the other run, which is not common
-                found.tally.count([step], views[1].program, num_compared)
-                found.tally.num_differing += num_differing
-                if found.first is None and num_differing:
-                    found.first = describe_first(compare_steps(*views), self.before(segment, step))
-            if not self.is_common:
-                found.add_whole("missing", segment, reference_steps - current_steps)
-                found.add_whole("extra", segment, current_steps - reference_steps)
-        found.tally.num_differing += sum(one.count for one in found.whole)
-        found.tally.reordered |= counter.reordered
-        return found
+        result, counter = RankResult(rank=rank), StepCounter()
+        segments = {*self.reference.rank(rank).segments, *self.current.rank(rank).segments}
+        for segment in sorted(segments):
+            self._compare_fit(result, counter, segment)
+        result.tally.num_differing += sum(steps.count for steps in result.unpaired)
+        result.tally.reordered |= counter.reordered
+        return result
 
-    def _verified(self, record: RankRecord) -> RankFindings:
+    def _compare_fit(self, result: RankResult, counter: StepCounter, segment: int) -> None:
+        """Compare a fit, and add what differs to the result of its rank."""
+        rank = result.rank
+        reference, current = (run.rank(rank).fit(segment) for run in (self.reference, self.current))
+        num_equal = num_equal_steps(reference, current)
+        if num_equal:
+            self._count_equal(result.tally, rank, segment, current, num_equal)
+        reference_steps = set(reference.steps[num_equal:].tolist())
+        current_steps = set(current.steps[num_equal:].tolist())
+        for step in sorted(reference_steps & current_steps):
+            views = self.views(rank, segment, step)
+            num_compared, num_differing = counter.count(*views)
+            if num_differing and self.is_common:
+                last = {"reference": reference.steps[-1], "current": current.steps[-1]}
+                ends_early = compare_steps(*views).ends_early
+                if ends_early is not None and last[ends_early] == step:
+                    num_differing = 0  # the next step of the other run, which is not common
+            result.tally.count([step], views[1].program, num_compared)
+            result.tally.num_differing += num_differing
+            if result.first is None and num_differing:
+                result.first = describe_first(compare_steps(*views), self.before(segment, step))
+        if not self.is_common:
+            result.add_unpaired("missing", segment, reference_steps - current_steps)
+            result.add_unpaired("extra", segment, current_steps - reference_steps)
+
+    def _verified(self, record: RankRecord) -> RankResult:
         """Return the result of a rank from its record and the steps
         that its verification stored.
         """
-        rank, path = record.rank, record_path(self.current.path, record.rank)
-        found = RankFindings(rank=rank)
-        found.tally.add(record.tally)
+        result = RankResult(rank=record.rank)
+        result.tally.add(record.tally)
         for fit in record.fits:
-            stored = self.current.rank(rank).steps(fit.segment).tolist()
-            if record.is_unfinished:  # a step is stored before the record has it
-                stored = stored[: fit.num_stored]
-            place = f"of fit {fit.segment}"
-            if len(stored) != fit.num_stored:
-                raise damaged(
-                    path,
-                    f"it has {fit.num_stored} stored steps {place}, but the run has {len(stored)}",
-                )
-            found.add_whole("extra", fit.segment, fit.extra)
-            step = next((step for step in stored if step in fit.differing), None)
-            if found.first is None and step is not None:
-                difference = compare_steps(*self.views(rank, fit.segment, step))
-                if difference.num_differing:
-                    before = self.before(fit.segment, step)
-                    is_unrestored = before == "resumed" and bool(fit.unrestored)
-                    found.first = describe_first(difference, before, is_unrestored=is_unrestored)
-            if found.first is None and fit.differing:
-                raise damaged(
-                    path,
-                    f"it says that step {min(fit.differing)} {place} differs, but no stored step "
-                    "does",
-                )
-        stop = record.stopped
-        for segment in self.reference.rank(rank).segments if record.steps == "all" else ():
+            stored = self._stored_steps(record, fit)
+            result.add_unpaired("extra", fit.segment, fit.extra)
+            if result.first is None and fit.differing:
+                result.first = self._first_stored(record, fit, stored)
+        reference, stop = self.reference.rank(record.rank), record.stopped
+        for segment in reference.segments if record.steps == "all" else ():
             fit = record.fit(segment) or FitRecord(segment=segment)
-            missing = fit.missing(self.reference.rank(rank).steps(segment).tolist())
+            missing = fit.missing(reference.steps(segment).tolist())
             if stop is not None:
                 missing = {step for step in missing if (segment, step) < (stop.segment, stop.step)}
-            found.add_whole("missing", segment, missing)
-            found.tally.num_differing += len(missing)
-        return found
+            result.add_unpaired("missing", segment, missing)
+            result.tally.num_differing += len(missing)
+        return result
+
+    def _stored_steps(self, record: RankRecord, fit: FitRecord) -> list[int]:
+        stored: list[int] = self.current.rank(record.rank).steps(fit.segment).tolist()
+        if record.is_unfinished:  # a step is stored before the record has it
+            stored = stored[: fit.num_stored]
+        if len(stored) != fit.num_stored:
+            raise damaged(
+                record_path(self.current.path, record.rank),
+                f"it has {fit.num_stored} stored steps of fit {fit.segment}, but the run has "
+                f"{len(stored)}",
+            )
+        return stored
+
+    def _first_stored(
+        self, record: RankRecord, fit: FitRecord, stored: Sequence[int]
+    ) -> FirstDifference:
+        """Return the first difference of a fit of which steps differ."""
+        step = next((step for step in stored if step in fit.differing), None)
+        if step is not None:
+            difference = compare_steps(*self.views(record.rank, fit.segment, step))
+            if difference.num_differing:
+                before = self.before(fit.segment, step)
+                is_unrestored = before == "resumed" and bool(fit.unrestored)
+                return describe_first(difference, before, is_unrestored=is_unrestored)
+        raise damaged(
+            record_path(self.current.path, record.rank),
+            f"it says that step {min(fit.differing)} of fit {fit.segment} differs, but no stored "
+            "step does",
+        )
 
     def before(self, segment: int, step: int) -> Literal["resumed", "unrecorded", ""]:
         """Return what may have changed the state before a step."""
@@ -402,18 +416,18 @@ class RankWalk:
 
     def _count_equal(self, tally: Tally, rank: int, segment: int, fit: Fit, num_equal: int) -> None:
         """Count the first steps of a fit; a step of each kind and the last step are opened."""
-        known = fit[["program_ids", "layout_ids", "num_digests", "steps"]][:num_equal].tolist()
+        rows = fit[["program_ids", "layout_ids", "num_digests", "steps"]][:num_equal].tolist()
         kinds: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
-        for *kind, step in known:
+        for *kind, step in rows:
             kinds[tuple(kind)].append(step)
-        self.views(rank, segment, known[-1][-1])
+        self.views(rank, segment, rows[-1][-1])
         for steps in kinds.values():
             program = self.views(rank, segment, steps[0])[1].program
             tally.count(steps, program, len(program) * len(steps))
 
 
 def num_equal_steps(reference: Fit, current: Fit) -> int:
-    """Return how many first steps are equal, by their chains."""
+    """Return the length of the common prefix of equal steps, by their chains."""
     num_common = min(len(reference.steps), len(current.steps))
     if not num_common:
         return 0

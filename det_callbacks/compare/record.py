@@ -78,17 +78,17 @@ class Tally:
         self.opaque_regions |= other.opaque_regions
         self.reordered |= other.reordered
         for name, entry in other.replayed.items():
-            known = self.replayed.setdefault(name, {})
+            counts = self.replayed.setdefault(name, {})
             for key, value in entry.items():
-                known[key] = known.get(key, 0) + value
+                counts[key] = counts.get(key, 0) + value
 
     def _skip(self, ops: Mapping[str, int], number: int = 1) -> None:
         for reason, skipped in ops.items():
             self.ops_skipped[reason] = self.ops_skipped.get(reason, 0) + skipped * number
 
     def _include(self, *steps: int) -> None:
-        known = (*(self.steps or ()), *steps)
-        self.steps = (min(known), max(known)) if known else None
+        ends = (*(self.steps or ()), *steps)
+        self.steps = (min(ends), max(ends)) if ends else None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -102,16 +102,16 @@ class FitRecord:
     num_stored: int = 0  # that differ or are extra
     is_resumed: bool = False  # no step before its first one is missing
     metrics_since: int | None = None  # before which a resumed fit logged nothing
-    was_found: bool = False  # whether its state told where it was resumed
+    was_found: bool = False  # by its state, which step it was resumed at
     # state that a checkpoint restored with different bits, or not at all
     unrestored: tuple[str, ...] = ()
     lacking: tuple[str, ...] = ()  # the latter
     exchanged: tuple[str, ...] = ()  # of the former, those that hold each other's bits
 
-    def missing(self, known: Iterable[int]) -> set[int]:
+    def missing(self, reference_steps: Iterable[int]) -> set[int]:
         """Return the reference's steps that the fit lacks."""
         begins = min(self.compared | self.extra, default=0) if self.is_resumed else 0
-        return {step for step in known if step >= begins} - self.compared
+        return {step for step in reference_steps if step >= begins} - self.compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,10 +4,12 @@ and its file.
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from det_callbacks.digest.numbers import epsilon
 from det_callbacks.errors import SelectionError
@@ -26,6 +28,9 @@ another kernel rounds at every op, not only once.
 _SCHEMA = 1
 Place = tuple[int, int, int, str, str, str, int, int]
 """Rank, segment, step, phase, module, op, occurrence and output of a site."""
+
+_FIELDS = ("rank", "segment", "step", "phase", "module", "op", "occurrence", "output")
+_KINDS = (int, int, int, str, str, str, int, int)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +55,7 @@ class Rounding:
                     f"its schema is {content['schema']!r}, but this version reads {_SCHEMA}"
                 )
             bounds = {
-                _key(*site[:8]): inf if site[8] is None else float(site[8])
+                _place_of_row(site[:8]): inf if site[8] is None else float(site[8])
                 for site in content["sites"]
             }
             if any(bound != bound for bound in bounds.values()):
@@ -66,8 +71,8 @@ class Rounding:
 
     def bound(self, site: Divergence, dtype: str) -> float | None:
         """Return the relative error to tolerate at a site, or None if it was not measured."""
-        known = self.bounds.get(place_of(site))
-        return None if known is None else MARGIN * max(known, epsilon(dtype))
+        measured = self.bounds.get(place_of(site))
+        return None if measured is None else MARGIN * max(measured, epsilon(dtype))
 
 
 def write_rounding(folder: Path, numerics: Numerics) -> None:
@@ -82,36 +87,11 @@ def write_rounding(folder: Path, numerics: Numerics) -> None:
     )
 
 
-def _key(
-    rank: int,
-    segment: int,
-    step: int,
-    phase: str,
-    module: str,
-    op: str,
-    occurrence: int,
-    output: int,
-) -> Place:
-    return (
-        int(rank),
-        int(segment),
-        int(step),
-        str(phase),
-        str(module),
-        str(op),
-        int(occurrence),
-        int(output),
-    )
-
-
 def place_of(site: Divergence | SiteNumerics) -> Place:
-    return (
-        site.rank,
-        site.segment,
-        site.step,
-        site.phase,
-        site.module,
-        site.op,
-        site.occurrence,
-        site.output,
-    )
+    place: Place = attrgetter(*_FIELDS)(site)
+    return place
+
+
+def _place_of_row(values: Sequence[Any]) -> Place:
+    place: Any = tuple(kind(value) for kind, value in zip(_KINDS, values, strict=True))
+    return place  # type: ignore[no-any-return]

@@ -8,7 +8,7 @@ from math import prod
 import numpy as np
 
 from det_callbacks.digest.host import digest_bytes
-from det_callbacks.findings.facts import (
+from det_callbacks.findings.fit_summary import (
     MIN_BATCHES,
     MIN_STEPS,
     FitSummary,
@@ -133,17 +133,17 @@ def _losing_change(program: Program, changes: np.ndarray) -> list[str | None]:
     states of generators do not count.
     """
     follows = changes & (program.roles != "generator")
-    found: list[str | None] = [None] * len(program)
+    modules: list[str | None] = [None] * len(program)
     for at, site in enumerate(program.sites):
         if changes[at] or any(part in site.op for part in _SHAPE_ONLY):
             continue
         if site.op and any(follows[read] for read in site.inputs):
-            found[at] = site.module
+            modules[at] = site.module
         else:
-            found[at] = next(
-                (one for read in site.inputs if (one := found[read]) is not None), None
+            modules[at] = next(
+                (one for read in site.inputs if (one := modules[read]) is not None), None
             )
-    return found
+    return modules
 
 
 def _is_zeros_or_ones(entry: TensorLayout | None, digest: int) -> bool:
@@ -153,8 +153,8 @@ def _is_zeros_or_ones(entry: TensorLayout | None, digest: int) -> bool:
     num = 1 if entry is None else prod(entry.shape)
     if entry is None or entry.dtype not in _ONES or not 1 < num <= MAX_ELEMENTS:
         return False
-    one = _ONES[entry.dtype]
-    return digest in (digest_bytes(bytes(len(one) * num)), digest_bytes(one * num))
+    bits_of_one = _ONES[entry.dtype]
+    return digest in (digest_bytes(bytes(len(bits_of_one) * num)), digest_bytes(bits_of_one * num))
 
 
 @of_one_process("op")
@@ -167,7 +167,7 @@ def uninitialised_read(fit: FitSummary) -> Found | None:
         was in memory, so they can differ from run to run: write all of the tensor, or allocate it
         with torch.zeros. If NumPy or a raw kernel writes it, the recorder cannot see that write.
     """
-    # where it is read: place, op with tensor, line
+    # where it is read: module or op, op with tensor, line
     steps: dict[tuple[str, str, str], list[int]] = {}
     for program, records in fit.programs:
         layout = fit.layout(records[0])
@@ -176,15 +176,16 @@ def uninitialised_read(fit: FitSummary) -> Found | None:
             if tensor:
                 reader = next(one for one in program.sites[at:] if at in one.inputs and one.op)
                 line = f", at {reader.source[0]}" if reader.source else ""
-                place = reader.module or reader.op, f"{reader.op} reads a tensor ({tensor})", line
-                steps.setdefault(place, []).extend(one.step for one in records)
+                read = f"{reader.op} reads a tensor ({tensor})"
+                key = reader.module or reader.op, read, line
+                steps.setdefault(key, []).extend(record.step for record in records)
     if not steps:
         return None
     (_, read, line), of_first = next(iter(steps.items()))
     return found_in(
         fit,
         steps=of_first,
-        names=dict.fromkeys(place for place, *_ in steps),
+        names=dict.fromkeys(module_or_op for module_or_op, *_ in steps),
         explanation=(
             f"{read} that was only partly written after its allocation, in {span(of_first)}{line}"
         ),
@@ -222,19 +223,19 @@ def softmax_twice(fit: FitSummary) -> Found | None:
     """
     steps: dict[tuple[str, str], list[int]] = {}
     for program, records in fit.programs:
-        found = {("softmax", place(site)) for site in _softmaxes_of_softmax(program)}
-        found |= {("sigmoid", place(site)) for site in _sigmoids_of_sigmoid(program)}
-        for function_and_place in sorted(found):
+        places = {("softmax", place(site)) for site in _softmaxes_of_softmax(program)}
+        places |= {("sigmoid", place(site)) for site in _sigmoids_of_sigmoid(program)}
+        for function_and_place in sorted(places):
             steps.setdefault(function_and_place, []).extend(record.step for record in records)
-    for (function, where), known in steps.items():
-        if len(known) >= MIN_STEPS:
+    for (function, where), with_it in steps.items():
+        if len(with_it) >= MIN_STEPS:
             return found_in(
                 fit,
-                steps=known,
+                steps=with_it,
                 names=[function],
                 explanation=(
                     f"The loss applies {function} to the output of a {function}, in "
-                    f"{span(known)}{where}"
+                    f"{span(with_it)}{where}"
                 ),
                 advice=(
                     "cross_entropy and binary_cross_entropy_with_logits take logits: pass the "
@@ -295,15 +296,15 @@ def broadcast_loss(fit: FitSummary) -> Found | None:
                 shown = [describe_tensor(entry) for entry in pair]
                 key = shown[0], shown[1], place(program.sites[at]), pair[1].shape[0]
                 steps.setdefault(key, []).extend(record.step for record in records)
-    for (predictions, targets, where, size), known in steps.items():
-        if len(known) >= MIN_STEPS:
+    for (predictions, targets, where, size), with_it in steps.items():
+        if len(with_it) >= MIN_STEPS:
             return found_in(
                 fit,
-                steps=known,
+                steps=with_it,
                 names=["loss"],
                 explanation=(
                     f"The loss compares predictions ({predictions}) with targets ({targets}) as "
-                    f"[{size}, {size}], in {span(known)}{where}"
+                    f"[{size}, {size}], in {span(with_it)}{where}"
                 ),
                 advice=(
                     "Each prediction is compared with the targets of all samples: give both the "
@@ -317,15 +318,15 @@ def _differences(program: Program) -> list[int]:
     """Return the ops that compare two tensors for the loss: its own,
     or a subtraction of which it is the mean.
     """
-    found = [at for at, site in outputs_of(program, *_LOSSES) if site.phase == "forward"]
+    compared_at = [at for at, site in outputs_of(program, *_LOSSES) if site.phase == "forward"]
     for site in filter(is_loss, program.sites):
         at, read = -1, [*site.inputs]
         while len(read) == 1:
             (at,) = read
             read = [one for one in program.sites[at].inputs if program.sites[one].role != "input"]
         if at >= 0 and program.sites[at].op.startswith(("aten.sub.", "aten.rsub.")):
-            found.append(at)
-    return found
+            compared_at.append(at)
+    return compared_at
 
 
 def _crossed(

@@ -5,8 +5,16 @@ from itertools import pairwise
 
 import numpy as np
 
+from det_callbacks.causes.programs import advise_on_recomputation
 from det_callbacks.compare.differences import recomputed_differently
-from det_callbacks.findings.facts import MIN_BATCHES, MIN_STEPS, Drawn, FitSummary, Series, place
+from det_callbacks.findings.fit_summary import (
+    MIN_BATCHES,
+    MIN_STEPS,
+    Drawn,
+    FitSummary,
+    Series,
+    place,
+)
 from det_callbacks.findings.rule import Found, found_in, from_to, of_one_process, span
 from det_callbacks.runs.evidence import BATCH_START, KIND_OF_SAMPLER, LOADER
 from det_callbacks.runs.manifest import FOLLOWED, OPTIMIZER
@@ -145,12 +153,13 @@ def equal_rounds(fit: FitSummary) -> tuple[dict[str, list[int]], dict[str, np.nd
     for name, series in fit.series(
         lambda site: site.name if site.phase == "data" else None
     ).items():
-        found = [_equal_rounds_in(series, epoch, width) for epoch in epochs]
-        known = [rounds for rounds in found if rounds is not None]
-        if len(known) == len(epochs) and any(map(len, known)):
-            rounds_of[name] = np.concatenate(known)
+        by_epoch = [_equal_rounds_in(series, epoch, width) for epoch in epochs]
+        whole_rounds = [rounds for rounds in by_epoch if rounds is not None]
+        if len(whole_rounds) == len(epochs) and any(map(len, whole_rounds)):
+            rounds_of[name] = np.concatenate(whole_rounds)
             of_rounds = (
-                epoch[: width * len(rounds)] for epoch, rounds in zip(epochs, known, strict=True)
+                epoch[: width * len(rounds)]
+                for epoch, rounds in zip(epochs, whole_rounds, strict=True)
             )
             steps_of[name] = [int(step) for steps in of_rounds for step in steps]
     return steps_of, rounds_of
@@ -166,7 +175,7 @@ def _is_drawn_twice(fit: FitSummary, loader: str, steps: Sequence[int]) -> bool:
 
 def _whole_epochs(fit: FitSummary) -> list[list[int]]:
     """Return the steps of each epoch from its first step up to the first gap."""
-    found: list[list[int]] = []
+    epochs: list[list[int]] = []
     last_step, last_epoch = -1, -1
     is_whole = False
     for step, epoch, _ in fit.batches:
@@ -174,11 +183,11 @@ def _whole_epochs(fit: FitSummary) -> list[list[int]]:
         is_new = epoch != last_epoch
         is_whole = follows and (is_new or is_whole)
         if is_whole and is_new:
-            found.append([])
+            epochs.append([])
         if is_whole:
-            found[-1].append(step)
+            epochs[-1].append(step)
         last_step, last_epoch = step, epoch
-    return found
+    return epochs
 
 
 def _equal_rounds_in(series: Series, epoch: np.ndarray, width: int) -> np.ndarray | None:
@@ -222,21 +231,7 @@ def repeated_batch(fit: FitSummary) -> Found | None:
         return None
     # in a followed script, each iter(loader) begins an epoch
     spans_epochs = has_more_data and fit.choice(FOLLOWED) is not None
-    # without a loader the updates of several optimizers are a step each,
-    # and may share the batch of an iteration
-    has_several = fit.choice(FOLLOWED) is not None and ", " in str(fit.choice(OPTIMIZER))
-    programs = {record.step: program.id for program, records in fit.programs for record in records}
-    num_pairs, streak, longest, repeated = 0, 0, 0, list[int]()
-    for (step, epoch, batch), (next_step, next_epoch, next_batch) in pairwise(fit.batches):
-        if next_step != step + 1 or (next_epoch != epoch and not spans_epochs):
-            streak = 0
-            continue
-        num_pairs += 1
-        is_other_update = has_several and programs[step] != programs[next_step]
-        streak = streak + 1 if batch == next_batch and not is_other_update else 0
-        longest = max(longest, streak)
-        if streak:
-            repeated.append(next_step)
+    repeated, longest, num_pairs = _repeats(fit, spans_epochs=spans_epochs)
     is_often = len(repeated) >= MIN_STEPS - 1 and len(repeated) >= MIN_SHARE * num_pairs
     if longest < MIN_STEPS - 1 and not is_often:
         return None
@@ -256,6 +251,28 @@ def repeated_batch(fit: FitSummary) -> Found | None:
             "step, and an iterator may be stuck"
         ),
     )
+
+
+def _repeats(fit: FitSummary, *, spans_epochs: bool) -> tuple[list[int], int, int]:
+    """Return the steps that get the previous step's batch, how many of them are in a row at most,
+    and the number of pairs of steps that could have equal batches.
+    """
+    # without a loader the updates of several optimizers are a step each,
+    # and may share the batch of an iteration
+    has_several = fit.choice(FOLLOWED) is not None and ", " in str(fit.choice(OPTIMIZER))
+    programs = {record.step: program.id for program, records in fit.programs for record in records}
+    num_pairs, streak, longest, repeated = 0, 0, 0, list[int]()
+    for (step, epoch, batch), (next_step, next_epoch, next_batch) in pairwise(fit.batches):
+        if next_step != step + 1 or (next_epoch != epoch and not spans_epochs):
+            streak = 0
+            continue
+        num_pairs += 1
+        is_other_update = has_several and programs[step] != programs[next_step]
+        streak = streak + 1 if batch == next_batch and not is_other_update else 0
+        longest = max(longest, streak)
+        if streak:
+            repeated.append(next_step)
+    return repeated, longest, num_pairs
 
 
 def _names_in_batch(fit: FitSummary) -> list[str]:
@@ -288,10 +305,10 @@ def reseeded(fit: FitSummary) -> Found | None:
         validation code.
     """
     states = fit.generator_states(BATCH_START)
-    for name, known in states.items():
+    for name, by_step in states.items():
         since: dict[int, int] = {}  # state -> the step that had it last
         before = None
-        for step, state in known.items():
+        for step, state in by_step.items():
             if state != before and state in since:
                 return _returned(fit, name, since[state], step)
             since[state] = step
@@ -315,7 +332,7 @@ def _drawn_states(fit: FitSummary) -> dict[str, dict[int, tuple[int, int, int, i
     An op that may draw reads the state; it drew if the next reading of the step differs. Attention
     without dropout reads it and draws nothing.
     """
-    found: dict[str, dict[int, tuple[int, int, int, int]]] = {}
+    drawn: dict[str, dict[int, tuple[int, int, int, int]]] = {}
     for program, records in fit.programs:
         readings: dict[str, list[int]] = {}
         for position, site in enumerate(program.sites):
@@ -331,9 +348,9 @@ def _drawn_states(fit: FitSummary) -> dict[str, dict[int, tuple[int, int, int, i
                 draws = states[:-1][of_ops & (states[1:] != states[:-1]) & (states[1:] != IDLE)]
                 if len(draws):
                     begin = fit.generator_starts.get(name, IDLE) if states[0] == IDLE else states[0]
-                    known = int(begin), int(draws[0]), int(draws[-1]), int(states[-1])
-                    found.setdefault(name, {})[record.step] = known
-    return found
+                    of_step = int(begin), int(draws[0]), int(draws[-1]), int(states[-1])
+                    drawn.setdefault(name, {})[record.step] = of_step
+    return drawn
 
 
 def _most_frequent(states: Mapping[int, int]) -> list[int]:
@@ -404,10 +421,5 @@ def recomputation_differs(fit: FitSummary) -> Found | None:
             "and it gave other bits than in the forward pass, so the gradients belong to another "
             "forward pass"
         ),
-        advice="Do not pass preserve_rng_state=False to torch.utils.checkpoint"
-        if draws
-        else (
-            "Check what the checkpointed function reads that changed since its forward pass: a "
-            "cache, a buffer, or a tensor that was changed in place"
-        ),
+        advice=advise_on_recomputation(draws=draws),
     )

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from det_callbacks.findings.facts import (
+from det_callbacks.findings.fit_summary import (
     MIN_STEPS,
     FitSummary,
     ancestors,
@@ -123,13 +123,13 @@ def _described(fit: FitSummary, names: Sequence[str]) -> str:
 
 def _readers_by_step(fit: FitSummary) -> dict[str, dict[int, list[Site]]]:
     """Return the forward ops that read each named tensor, by name and step."""
-    found: dict[str, dict[int, list[Site]]] = {}
+    readers: dict[str, dict[int, list[Site]]] = {}
     for program, records in fit.programs:
         for name, sites in forward_readers(program).items():
-            found.setdefault(name, {}).update(
+            readers.setdefault(name, {}).update(
                 dict.fromkeys((record.step for record in records), sites)
             )
-    return found
+    return readers
 
 
 def _cut_by_checkpoint(fit: FitSummary, readers: Sequence[Mapping[int, list[Site]]]) -> str:
@@ -213,17 +213,17 @@ def _kept_inputs(program: Program) -> dict[str, list[int]]:
     The backward pass of a generator also adds to the gradients of its critic, which are cleared
     before their update.
     """
-    found: dict[str, list[int]] = {}
+    kept: dict[str, list[int]] = {}
     for name, last in _updates(program).items():
         pending = [last]
         while pending:
             for at in program.sites[pending.pop()].inputs:
                 site = program.sites[at]
                 if site.role == "input":
-                    found.setdefault(name, []).append(at)
+                    kept.setdefault(name, []).append(at)
                 elif (site.subject, site.of) == ("gradient", name):
                     pending.append(at)
-    return found
+    return kept
 
 
 _CLEARS = ("aten.zero_.", "aten._foreach_zero_.")
@@ -245,17 +245,9 @@ def nothing_updated(fit: FitSummary) -> Found | None:
     if not still or not all(map(len, still)):
         return None
     since = max(int(steps[0]) for steps in still)
-    gradients = [
-        fit.gradients[name].since(since).steps.tolist() for name in names if name in fit.gradients
-    ]
-    steps = {step for of_name in gradients for step in of_name}
-    advice = ""
-    before = {
-        step
-        for name in names
-        if name in fit.gradients
-        for step in fit.gradients[name].steps.tolist()
-    }
+    gradients = [fit.gradients[name] for name in names if name in fit.gradients]
+    steps = {step for series in gradients for step in series.since(since).steps.tolist()}
+    before = {step for series in gradients for step in series.steps.tolist()}
     earlier = {step for step in fit.steps_with_backward if step < since}
     # otherwise, many steps may accumulate gradients
     updates_each_step = fit.choice(FOLLOWED) is not None or (
@@ -268,18 +260,8 @@ def nothing_updated(fit: FitSummary) -> Found | None:
             "pass, update in each step, and make the optimizer of the parameters that the backward "
             "pass uses"
         )
-    elif _is_cleared(fit, since):
-        advice = (
-            "Something sets the gradients to zero between the backward pass and the update: call "
-            "zero_grad after the update, or before the backward pass"
-        )
-    elif fit.rates_since(since) == {0.0}:
-        advice = (
-            "The learning rates of all parameter groups are 0: check the scheduler, and how often "
-            "it steps"
-        )
-    elif since == fit.records[0].step and fit.optimized.with_large_gradient:
-        advice = "Check the learning rates, and the dtype: bfloat16 rounds a small update away"
+    else:
+        advice = _advise_on_updates(fit, since)
     # without a reason, the training may have converged
     if len(steps) < MIN_UPDATES or not advice:
         return None
@@ -294,6 +276,23 @@ def nothing_updated(fit: FitSummary) -> Found | None:
         ),
         advice=advice,
     )
+
+
+def _advise_on_updates(fit: FitSummary, since: int) -> str:
+    """Return why updates from a step on changed nothing, and what to do; "" if that is unknown."""
+    if _is_cleared(fit, since):
+        return (
+            "Something sets the gradients to zero between the backward pass and the update: call "
+            "zero_grad after the update, or before the backward pass"
+        )
+    if fit.rates_since(since) == {0.0}:
+        return (
+            "The learning rates of all parameter groups are 0: check the scheduler, and how often "
+            "it steps"
+        )
+    if since == fit.records[0].step and fit.optimized.with_large_gradient:
+        return "Check the learning rates, and the dtype: bfloat16 rounds a small update away"
+    return ""
 
 
 def _is_cleared(fit: FitSummary, since: int) -> bool:

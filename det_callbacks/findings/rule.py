@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from det_callbacks.findings.facts import FitSummary
+from det_callbacks.findings.fit_summary import FitSummary
 from det_callbacks.runs.selection import Level
 
 Fits: TypeAlias = Sequence[FitSummary]
@@ -48,12 +48,14 @@ class Rule:
         """
         if self.is_of_ranks:
             return self._look(fits)
-        found = [one for fit in fits if (one := self._look(fit)) is not None]
-        if not found:
+        per_fit = [one for fit in fits if (one := self._look(fit)) is not None]
+        if not per_fit:
             return None
-        names = dict.fromkeys(name for one in found for name in one.names)
+        names = dict.fromkeys(name for one in per_fit for name in one.names)
         return replace(
-            found[0], ranks=tuple(rank for one in found for rank in one.ranks), names=tuple(names)
+            per_fit[0],
+            ranks=tuple(rank for one in per_fit for rank in one.ranks),
+            names=tuple(names),
         )
 
 

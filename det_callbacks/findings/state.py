@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from det_callbacks.findings.facts import (
+from det_callbacks.findings.fit_summary import (
     CASTS,
     MIN_BATCHES,
     MIN_STEPS,
@@ -273,12 +273,12 @@ def _unnamed_inputs(program: Program) -> np.ndarray:
     read = {
         at for site in program.sites if site.op and site.phase == "forward" for at in site.inputs
     }
-    found = [
+    unnamed = [
         at
         for at in sorted(read)
         if program.sites[at].role == "input" and program.sites[at].name is None
     ]
-    return np.array(found, dtype=np.int64)
+    return np.array(unnamed, dtype=np.int64)
 
 
 @of_ranks("state")
@@ -403,25 +403,25 @@ def unequal_replicas(fits: Fits) -> Found | None:
 
 def _differing(fits: Fits, series: Sequence[Mapping[str, Series]]) -> dict[str, set[int]]:
     """Return the steps in which ranks hold different bits, by name."""
-    found: dict[str, set[int]] = {}
+    differing: dict[str, set[int]] = {}
     for name in series[0]:
-        known = [one[name] for one in series if name in one]
+        of_ranks = [one[name] for one in series if name in one]
         by_step = [
-            dict(zip(one.steps.tolist(), one.digests.tolist(), strict=True)) for one in known
+            dict(zip(one.steps.tolist(), one.digests.tolist(), strict=True)) for one in of_ranks
         ]
         common = set.intersection(*(set(one) for one in by_step))
         steps = {step for step in common if len({one[step] for one in by_step}) > 1}
-        if len(known) == len(fits) and len(steps) >= MIN_STEPS:
-            found[name] = steps
-    return found
+        if len(of_ranks) == len(fits) and len(steps) >= MIN_STEPS:
+            differing[name] = steps
+    return differing
 
 
 def _was_equal(series: Sequence[Series], first: int) -> bool:
     """Return whether a tensor changed in the steps before one, in the same way on
     all ranks, as no shards do.
     """
-    known = [one.digests[one.steps < first].tolist() for one in series]
-    return len(set(known[0])) >= MIN_STEPS and all(one == known[0] for one in known)
+    changes = [one.digests[one.steps < first].tolist() for one in series]
+    return len(set(changes[0])) >= MIN_STEPS and all(one == changes[0] for one in changes)
 
 
 def _buffers_read(fit: FitSummary) -> dict[str, Series]:

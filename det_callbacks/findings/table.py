@@ -20,7 +20,7 @@ from det_callbacks.findings.data import (
     repeated_order,
     reseeded,
 )
-from det_callbacks.findings.facts import fits_of
+from det_callbacks.findings.fit_summary import fits_of
 from det_callbacks.findings.gradients import (
     clipped_before_unscale,
     frozen_parameter,
@@ -75,9 +75,9 @@ def find_findings(run: Run, ignored: Collection[str] | None = None) -> tuple[Fin
     Reads at most 4,000 steps (256 MiB of digests) and the evidence of 20,000, of at most 8
     processes and 4 fits. A damaged file is a ReferenceFormatError.
     """
-    known = ignored_findings() if ignored is None else ignored
+    left_out = ignored_findings() if ignored is None else ignored
     fits = fits_of(run)
-    findings = (_finding(rule, run, fits) for rule in RULES if rule.name not in known)
+    findings = (_finding(rule, run, fits) for rule in RULES if rule.name not in left_out)
     return tuple(finding for finding in findings if finding is not None)
 
 
@@ -116,14 +116,16 @@ def ignored_findings() -> frozenset[str]:
     if file is None:
         return frozenset()
     try:
-        given = tomllib.loads(file.read_text(encoding="utf-8"))["tool"]["det_callbacks"][_OPTION]
+        chosen = tomllib.loads(file.read_text(encoding="utf-8"))["tool"]["det_callbacks"][_OPTION]
     except (ValueError, LookupError, TypeError):  # Python's tools refuse such a file
         return frozenset()
     words = [rule.name for rule in RULES]
-    unknown = [word for word in given if word not in words] if isinstance(given, list) else [given]
+    unknown = (
+        [word for word in chosen if word not in words] if isinstance(chosen, list) else [chosen]
+    )
     if unknown:
         raise SelectionError(
             f"{_OPTION} in [tool.det_callbacks] of {file} has {', '.join(map(repr, unknown))}, but "
             f"must be a list of these findings: {', '.join(words)}."
         )
-    return frozenset(given)
+    return frozenset(chosen)

@@ -47,7 +47,7 @@ the tensors that the op got.
 Alignment = Sequence[tuple[Key, int | None]]
 """The outputs of a pass in order, each with its row of an earlier pass."""
 _REDUCES = "its output has no dimension of samples"
-OpsType = TypeVar("OpsType", bound="Ops")
+PassType = TypeVar("PassType", bound="OpPass")
 
 
 class Axis(NamedTuple):
@@ -76,7 +76,7 @@ class Row:
 
     key: Key
     shape: Shape
-    given: tuple[Shape, ...]  # shapes of the tensors that the op got
+    input_shapes: tuple[Shape, ...]  # of the tensors that the op got
     occurrence: int = 0
     source: tuple[str, ...] = ()
     axis: Axis | None = None
@@ -87,7 +87,7 @@ class Row:
     digests: np.ndarray | None = None  # one for each sample
 
 
-class Ops:
+class OpPass:
     """Sees the ops of one pass; a subclass says what becomes of an output."""
 
     def begin(self, model: nn.Module, size: int) -> None:
@@ -125,23 +125,23 @@ class Ops:
             return NotImplemented  # the ops on the inner tensors come here one by one
         before = RewindPoint(with_python=False) if plan.draws_random else None
         read = tensors_in(value for _, value in plan.inputs(args, kwargs))
-        given = [value for value in read if not is_special(value)]
+        inputs = [value for value in read if not is_special(value)]
         out = plan.call(*args, **kwargs)
-        got = frozenset((one.dtype, one.dim()) for one in given)
+        kinds = frozenset((tensor.dtype, tensor.dim()) for tensor in inputs)
         has_drawn = before is not None and before.has_moved()
         with unobserved():
             for index, output in enumerate(written_by_call(plan, out, args, kwargs)):
                 is_read = isinstance(output, Tensor) and index not in plan.opaque_outputs
                 if is_read and holds_data(output) and not is_special(output) and output.numel():
-                    key = self._places.modules.current.module, plan.name, index, got
-                    self.add(output, key, given, plan, has_drawn=has_drawn)
+                    key = self._places.modules.current.module, plan.name, index, kinds
+                    self.add(output, key, inputs, plan, has_drawn=has_drawn)
         return out
 
     def add(
         self,
         output: Tensor,
         key: Key,
-        given: Sequence[Tensor],
+        inputs: Sequence[Tensor],
         plan: OpPlan | None,
         *,
         has_drawn: bool = False,
@@ -152,7 +152,7 @@ class Ops:
         raise NotImplementedError
 
 
-class Shapes(Ops):
+class ShapePass(OpPass):
     """Notes the shapes of a pass over a part, with which those of the whole batch are compared."""
 
     def __init__(self) -> None:
@@ -160,48 +160,48 @@ class Shapes(Ops):
 
     @override
     def add(
-        self, output: Tensor, key: Key, given: Sequence[Tensor], plan: OpPlan | None, **_: Any
+        self, output: Tensor, key: Key, inputs: Sequence[Tensor], plan: OpPlan | None, **_: Any
     ) -> None:
-        self.rows.append(Row(key=key, shape=tuple(output.shape), given=_shapes(given)))
+        self.rows.append(Row(key=key, shape=tuple(output.shape), input_shapes=_shapes(inputs)))
 
 
-class Aligned(Ops):
+class AlignedPass(OpPass):
     """Finds the row of an earlier pass for each output."""
 
     def __init__(self, rows: Sequence[Row], alignment: Alignment) -> None:
         self._earlier = rows
         self._alignment = iter(alignment)
         self.missing = set(range(len(rows)))
-        self.has_strayed = False  # from the pass that the alignment is of
+        self.has_left_alignment = False  # from the pass that the alignment is of
 
     def counterpart(self, key: Key) -> int | None:
         """Return the row of the next output, or None if the earlier pass has none."""
         expected, index = next(self._alignment, (None, None))
-        if self.has_strayed or expected != key:
-            self.has_strayed = True
+        if self.has_left_alignment or expected != key:
+            self.has_left_alignment = True
             return None
         if index is not None:
             self.missing.discard(index)
         return index
 
 
-class Whole(Aligned):
+class WholePass(AlignedPass):
     """The pass over the whole batch: finds the samples in each output, and digests them."""
 
     def __init__(self, rows: Sequence[Row], alignment: Alignment, sizes: tuple[int, int]) -> None:
         super().__init__(rows, alignment)
         self._sizes = sizes
         self.rows: list[Row] = []
-        self._ledger = StorageWriters()  # whose positions are rows
+        self._writers = StorageWriters()  # whose positions are rows
         # storage -> elements from sample to sample, offset of the first
-        self._steps: dict[int, tuple[int, int]] = {}
+        self._sample_strides: dict[int, tuple[int, int]] = {}
         self._calls: Counter[Any] = Counter()
 
     @override
     def add_input(self, tensor: Tensor) -> None:
         if not is_special(tensor) and tensor.dim() and len(tensor) == self.size:
-            self._ledger.pin(tensor)
-            self._note_place(tensor, Axis(0))
+            self._writers.pin(tensor)
+            self._note_samples(tensor, Axis(0))
 
     @override
     def add_output(self, name: str, leaf: Tensor) -> None:
@@ -212,7 +212,7 @@ class Whole(Aligned):
                 Row(
                     key=(name, "", 0, frozenset()),
                     shape=(),
-                    given=(),
+                    input_shapes=(),
                     why="not_followed",
                     detail="it is no ordinary tensor",
                 )
@@ -221,22 +221,26 @@ class Whole(Aligned):
     @override
     def end(self) -> None:
         super().end()
-        self._ledger.close()
+        self._writers.close()
 
     @override
     def add(
         self,
         output: Tensor,
         key: Key,
-        given: Sequence[Tensor],
+        inputs: Sequence[Tensor],
         plan: OpPlan | None,
         *,
         has_drawn: bool = False,
     ) -> None:
         source = () if plan is None else source_of(self._places.modules.current)
-        reads = {index for tensor in given for index in self._ledger.writers_of(tensor)}
+        reads = {index for tensor in inputs for index in self._writers.writers_of(tensor)}
         row = Row(
-            key=key, shape=tuple(output.shape), given=_shapes(given), source=source, draws=has_drawn
+            key=key,
+            shape=tuple(output.shape),
+            input_shapes=_shapes(inputs),
+            source=source,
+            draws=has_drawn,
         )
         row.reads, row.occurrence = tuple(sorted(reads)), self._calls[key[:3]]
         self._calls[key[:3]] += 1
@@ -244,42 +248,38 @@ class Whole(Aligned):
         if index is None:
             row.why, row.detail = "not_followed", "smaller batches run other ops"
         else:
-            self._find_samples(row, self._earlier[index], output, given, is_output=plan is None)
+            self._find_samples(row, self._earlier[index], output, inputs, is_output=plan is None)
         if row.axis is not None:
             row.digests = _sample_digests(output, row.axis, self.size)
         if plan is not None:
-            self._ledger.write(output, len(self.rows))
-            self._note_place(output, row.axis)
+            self._writers.write(output, len(self.rows))
+            self._note_samples(output, row.axis)
         self.rows.append(row)
 
     def _find_samples(
-        self, row: Row, other: Row, output: Tensor, given: Sequence[Tensor], *, is_output: bool
+        self, row: Row, other: Row, output: Tensor, inputs: Sequence[Tensor], *, is_output: bool
     ) -> None:
-        following = self._following(row.shape, other.shape)
-        if following is None:
-            row.why, row.detail = (
-                "not_followed",
-                "its shape does not follow the batch size in proportion",
-            )
-        elif len(following) > 1:
-            row.why, row.detail = "not_followed", "several of its dimensions follow the batch size"
-        elif following:
-            (dim,) = following
-            row.axis = self._axis(dim, row.shape[dim], output, given, other, is_output=is_output)
+        dims = self._batch_dims(row.shape, other.shape)
+        if dims is None:
+            row.detail = "its shape does not follow the batch size in proportion"
+        elif len(dims) > 1:
+            row.detail = "several of its dimensions follow the batch size"
+        elif dims:
+            row.axis = self._axis(dims[0], output, inputs, other, is_output=is_output)
             if row.axis is None:
-                row.why, row.detail = (
-                    "not_followed",
-                    "the order of the samples in a dimension is unknown",
-                )
-        elif len(other.given) != len(given):
-            row.why, row.detail = "not_followed", "smaller batches run it on other tensors"
+                row.detail = "the order of the samples in a dimension is unknown"
+        elif len(other.input_shapes) != len(inputs):
+            row.detail = "smaller batches run it on other tensors"
         elif any(
-            self._following(tuple(one.shape), was) != []
-            for one, was in zip(given, other.given, strict=True)
+            self._batch_dims(tuple(tensor.shape), shape) != []
+            for tensor, shape in zip(inputs, other.input_shapes, strict=True)
         ):
             row.why, row.detail = "reduction", _REDUCES
+            return
+        if row.detail:
+            row.why = "not_followed"
 
-    def _following(self, shape: Shape, other: Shape) -> list[int] | None:
+    def _batch_dims(self, shape: Shape, other: Shape) -> list[int] | None:
         """Return the dimensions that follow the batch size,
         or None if one has another relation to it.
         """
@@ -296,36 +296,38 @@ class Whole(Aligned):
     def _axis(
         self,
         dim: int,
-        length: int,
         output: Tensor,
-        given: Sequence[Tensor],
+        inputs: Sequence[Tensor],
         other: Row,
         *,
         is_output: bool,
     ) -> Axis | None:
+        """Return where a dimension of an output that follows the batch size has its samples."""
+        length = output.shape[dim]
         if length == self.size:
             return Axis(dim)
         if is_output:
             return self._axis_of_view(output, dim)
-        found = set()
-        if len(given) != len(other.given):
+        if len(inputs) != len(other.input_shapes):
             return None
-        for tensor, was in zip(given, other.given, strict=True):
-            for place in self._following(tuple(tensor.shape), was) or ():
-                if tensor.shape[place] == length:
-                    axis = self._axis_of_view(tensor, place)
-                    found.add(None if axis is None else axis[1:])
-        (parts,) = found if len(found) == 1 else (None,)
-        return None if parts is None else Axis(dim, *parts)
+        # as the inputs have them, if these agree
+        divisions = set()
+        for tensor, shape in zip(inputs, other.input_shapes, strict=True):
+            for input_dim in self._batch_dims(tuple(tensor.shape), shape) or ():
+                if tensor.shape[input_dim] == length:
+                    axis = self._axis_of_view(tensor, input_dim)
+                    divisions.add(None if axis is None else axis[1:])
+        (division,) = divisions if len(divisions) == 1 else (None,)
+        return None if division is None else Axis(dim, *division)
 
     def _axis_of_view(self, view: Tensor, dim: int) -> Axis | None:
         """Return the samples in a dimension of several values a sample,
         if its memory proves them.
         """
-        known = self._steps.get(_memory_of(view))
-        if known is None:
+        step_and_first = self._sample_strides.get(_memory_of(view))
+        if step_and_first is None:
             return None
-        step, first = known
+        step, first = step_and_first
         stride, length = view.stride(dim), view.shape[dim]
         if not stride or step % stride or length % (self.size * (step // stride)):
             return None
@@ -339,25 +341,25 @@ class Whole(Aligned):
         # no other index may carry into the next sample
         return Axis(dim, length // (self.size * inner), inner) if below < step else None
 
-    def _note_place(self, tensor: Tensor, axis: Axis | None) -> None:
+    def _note_samples(self, tensor: Tensor, axis: Axis | None) -> None:
         """Note where a storage has its samples; nothing is known where
         writes to its parts disagree.
         """
         memory = _memory_of(tensor)
         is_all = tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes()
-        known = None if is_all else self._steps.get(memory)
-        self._steps.pop(memory, None)
+        before = None if is_all else self._sample_strides.get(memory)
+        self._sample_strides.pop(memory, None)
         if axis is None:
             return
         step, first = int(tensor.stride(axis.dim)) * axis.inner, int(tensor.storage_offset())
-        if known is not None:
-            if known[0] == step and not (first - known[1]) % step:
-                self._steps[memory] = known
+        if before is not None:
+            if before[0] == step and not (first - before[1]) % step:
+                self._sample_strides[memory] = before
         elif is_dense(tuple(tensor.shape), tensor.stride()):
-            self._steps[memory] = step, first
+            self._sample_strides[memory] = step, first
 
 
-class Compared(Aligned):
+class PartPass(AlignedPass):
     """A pass over a part, whose samples are compared with the whole batch."""
 
     def __init__(
@@ -371,7 +373,7 @@ class Compared(Aligned):
 
     @override
     def add(
-        self, output: Tensor, key: Key, given: Sequence[Tensor], plan: OpPlan | None, **_: Any
+        self, output: Tensor, key: Key, inputs: Sequence[Tensor], plan: OpPlan | None, **_: Any
     ) -> None:
         index = self.counterpart(key)
         row = None if index is None else self._earlier[index]

@@ -1,11 +1,12 @@
 """The result of check_batch_invariance, as data and as text."""
 
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from det_callbacks.digest.numbers import Measure
 from det_callbacks.errors import DetCallbacksError
+from det_callbacks.numerics.result import fields_with_measure
 from det_callbacks.report.console import Section, Table, to_text
 from det_callbacks.report.numerics import ulps_text
 from det_callbacks.text import at_most, count, listed
@@ -32,6 +33,7 @@ _WORDS = {
     "random": "draws random numbers",
     "not_followed": "samples not followed",
 }
+_BY_DESIGN = ("batch_statistics", "random")
 PRINTED = 20
 
 
@@ -87,11 +89,7 @@ class BatchOp:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
-        content = {one.name: getattr(self, one.name) for one in fields(self)}
-        if self.measure is not None:
-            names = ("num_elements", "num_differing", "ulp", "relative", "absolute")
-            content["measure"] = {name: getattr(self.measure, name) for name in names}
-        plain: dict[str, Any] = as_json(content)
+        plain: dict[str, Any] = as_json(fields_with_measure(self))
         return plain
 
 
@@ -131,7 +129,7 @@ class BatchInvarianceReport:
         """Whether each sample has the same bits in every batch;
         None if an output could not be compared.
         """
-        if self.ops or any(one.kind in ("batch_statistics", "random") for one in self.unseparated):
+        if self.ops or any(op.kind in _BY_DESIGN for op in self.unseparated):
             return False
         return None if self.not_compared else True
 
@@ -141,7 +139,7 @@ class BatchInvarianceReport:
 
         None if there is none, or if all come from batch statistics and random numbers.
         """
-        return next((one for one in self.ops if one.begins is not False), None)
+        return next((op for op in self.ops if op.begins is not False), None)
 
     def assert_invariant(self) -> None:
         """Raise ``BatchInvarianceError``, an AssertionError with the report,
@@ -164,7 +162,7 @@ class BatchInvarianceReport:
         content: dict[str, Any] = as_json({name: getattr(self, name) for name in names})
         first = None if self.first is None else self.first.to_dict()
         ops = {
-            name: [one.to_dict() for one in getattr(self, name)] for name in ("ops", "unseparated")
+            name: [op.to_dict() for op in getattr(self, name)] for name in ("ops", "unseparated")
         }
         return {"schema": 1, **content, "first": first, **ops}
 
@@ -194,6 +192,26 @@ def _text(report: BatchInvarianceReport) -> str:
     title = {True: "INVARIANT", False: "DEPENDS ON THE BATCH", None: "NOT COMPARED"}[
         report.invariant
     ]
+    starts = [op for op in report.ops if op.begins is not False]
+    sections = [Section(title=title, lines=_summary(report))]
+    if starts:
+        columns = ("op", "module", "line", "kind", "sizes", "distance")
+        table = Table(columns=columns, rows=[*map(_cells, starts)], limit=PRINTED)
+        sections.append(Section(table=table))
+    num_passed_on = len(report.ops) - len(starts)
+    passed_on = f"Because of what they read, {count(num_passed_on, 'more output')} differ."
+    unseparated = Counter(
+        f"{op.place}: {_WORDS[op.kind]}{f' ({op.detail})' if op.kind == 'not_followed' else ''}"
+        for op in report.unseparated
+        if op.kind not in _BY_DESIGN
+    )
+    lines = [passed_on] * bool(num_passed_on)
+    lines += at_most(PRINTED, [_times(text, number) for text, number in unseparated.items()])
+    sections.append(Section(lines=[*lines, *report.notes]))
+    return to_text([section for section in sections if section.lines or section.table])
+
+
+def _summary(report: BatchInvarianceReport) -> list[str]:
     lines = [
         f"{report.model}, {report.num_samples:,} samples, in batches of "
         f"{listed(map(str, report.sizes), limit=20)}: {count(report.num_compared, 'output')} of "
@@ -201,19 +219,18 @@ def _text(report: BatchInvarianceReport) -> str:
     ]
     first = report.first
     if first is not None:
-        known = {
-            True: "all samples that it reads are equal, so it starts here",
-            None: "what it reads is not all known",
-        }
+        why = (
+            "all samples that it reads are equal, so it starts here"
+            if first.begins
+            else "what it reads is not all known"
+        )
         where = f" in batches of {listed(map(str, first.sizes), limit=20)}" if first.sizes else ""
         far = "" if first.measure is None else f", {ulps_text(first.measure.ulp)}"
-        lines.append(
-            f"First: {first.place}{where}{far}: {_WORDS[first.kind]}; {known[first.begins]}."
-        )
-    by_design = [one for one in report.unseparated if one.kind in ("batch_statistics", "random")]
+        lines.append(f"First: {first.place}{where}{far}: {_WORDS[first.kind]}; {why}.")
+    by_design = [op for op in report.unseparated if op.kind in _BY_DESIGN]
     if by_design:
         lines.append(
-            f"By design: {listed([f'{one.place} {_WORDS[one.kind]}' for one in by_design])}. Call "
+            f"By design: {listed([f'{op.place} {_WORDS[op.kind]}' for op in by_design])}. Call "
             "model.eval() to check the model as it is evaluated."
         )
     if report.not_compared:
@@ -221,36 +238,18 @@ def _text(report: BatchInvarianceReport) -> str:
             f"Not compared in all sizes: {listed(report.not_compared)}, because the samples could "
             "not be followed, or the shape does not follow the batch size."
         )
-    sections = [Section(title=title, lines=lines)]
-    begun = [one for one in report.ops if one.begins is not False]
-    num_passed_on = len(report.ops) - len(begun)
-    if begun:
-        rows = [
-            (
-                one.op or one.name,
-                one.module,
-                one.source[0] if one.source else "",
-                one.kind,
-                ", ".join(map(str, one.sizes)) or "-",
-                "-" if one.measure is None else ulps_text(one.measure.ulp),
-            )
-            for one in begun
-        ]
-        columns = ("op", "module", "line", "kind", "sizes", "distance")
-        sections.append(Section(table=Table(columns=columns, rows=rows, limit=PRINTED)))
-    told = (
-        [f"Because of what they read, {count(num_passed_on, 'more output')} differ."]
-        if num_passed_on
-        else []
+    return lines
+
+
+def _cells(op: BatchOp) -> tuple[str, ...]:
+    return (
+        op.op or op.name,
+        op.module,
+        op.source[0] if op.source else "",
+        op.kind,
+        ", ".join(map(str, op.sizes)) or "-",
+        "-" if op.measure is None else ulps_text(op.measure.ulp),
     )
-    rest = [
-        f"{one.place}: {_WORDS[one.kind]}{f' ({one.detail})' if one.kind == 'not_followed' else ''}"
-        for one in report.unseparated
-        if one not in by_design
-    ]
-    told += at_most(PRINTED, [_times(text, number) for text, number in Counter(rest).items()])
-    sections.append(Section(lines=[*told, *report.notes]))
-    return to_text([one for one in sections if one.lines or one.table])
 
 
 def _times(text: str, number: int) -> str:

@@ -21,12 +21,12 @@ from det_callbacks.errors import NothingComparedError
 from det_callbacks.internals import dynamo
 from det_callbacks.numerics.batch_passes import (
     Alignment,
-    Compared,
-    OpsType,
     Part,
+    PartPass,
+    PassType,
     Row,
-    Shapes,
-    Whole,
+    ShapePass,
+    WholePass,
 )
 from det_callbacks.numerics.batch_report import BatchInvarianceReport, BatchOp, Kind
 from det_callbacks.settings.generators import RewindPoint
@@ -177,10 +177,11 @@ class _Check:
     def run(self, sizes: Sequence[int], *, may_leave_out: bool) -> BatchInvarianceReport:
         everything = (*range(self._num_samples),)
         first = Part(everything[: sizes[-1]], ())
-        shapes = self._pass(first, Shapes()).rows
+        shapes = self._pass(first, ShapePass()).rows
         alignment = self._align(Part(everything, ()), shapes)
         self._rows = self._pass(
-            Part(everything, everything), Whole(shapes, alignment, (self._num_samples, sizes[-1]))
+            Part(everything, everything),
+            WholePass(shapes, alignment, (self._num_samples, sizes[-1])),
         ).rows
         if not any(row.digests is not None for row in self._rows):
             raise NothingComparedError(
@@ -196,14 +197,14 @@ class _Check:
                 if len(part) in self._failed:
                     continue
                 try:
-                    found = self._differences([Part(part, (*range(len(part)),))])
+                    differences = self._differences([Part(part, (*range(len(part)),))])
                 except Exception as error:
                     if not may_leave_out or len(part) == sizes[-1]:
                         raise
                     self._failed[len(part)] = error
                     by_size.pop(len(part), None)
                 else:
-                    by_size.setdefault(len(part), _Differences()).add(found)
+                    by_size.setdefault(len(part), _Differences()).add(differences)
         mixed = self._differences(self._with_others_replaced())
         return self._report(by_size, mixed, unstable.rows)
 
@@ -215,37 +216,40 @@ class _Check:
         for bit in range((self._num_samples - 1).bit_length()):
             for side in (0, 1):
                 kept = [sample for sample in everything if sample >> bit & 1 == side]
-                samples = [one if one in kept else kept[one % len(kept)] for one in everything]
+                samples = [
+                    sample if sample in kept else kept[sample % len(kept)] for sample in everything
+                ]
                 yield Part(tuple(samples), tuple(kept))
 
     def _align(self, part: Part, rows: Sequence[Row]) -> Alignment:
         """Run a part to see its ops, and match them with the rows of another pass."""
-        keys = [row.key for row in self._pass(part, Shapes()).rows]
-        counterparts = {index: at for at, index in match_keys([row.key for row in rows], keys)}
+        keys = [row.key for row in self._pass(part, ShapePass()).rows]
+        matches = match_keys([row.key for row in rows], keys)
+        counterparts = {index: row for row, index in matches}
         return [(key, counterparts.get(index)) for index, key in enumerate(keys)]
 
-    def _compared(self, part: Part, indices: Collection[int] = ()) -> Compared:
+    def _compared(self, part: Part, indices: Collection[int] = ()) -> PartPass:
         """Compare a part with the whole batch; batches of one size mostly run the same ops."""
         size = len(part.samples)
         if size not in self._alignments:
             self._alignments[size] = self._align(part, self._rows)
-        found = self._pass(part, Compared(self._rows, self._alignments[size], part, indices))
-        if found.has_strayed:
-            found = self._pass(
-                part, Compared(self._rows, self._align(part, self._rows), part, indices)
+        compared = self._pass(part, PartPass(self._rows, self._alignments[size], part, indices))
+        if compared.has_left_alignment:
+            compared = self._pass(
+                part, PartPass(self._rows, self._align(part, self._rows), part, indices)
             )
-        return found
+        return compared
 
     def _differences(self, parts: Iterable[Part]) -> _Differences:
-        found = _Differences()
+        differences = _Differences()
         for part in parts:
             compared = self._compared(part)
-            found.add(_Differences(compared.differing, compared.missing, compared.reordered))
+            differences.add(_Differences(compared.differing, compared.missing, compared.reordered))
             for row in compared.differing:
                 self._found_in.setdefault(row, []).append(part)
-        return found
+        return differences
 
-    def _pass(self, part: Part, ops: OpsType) -> OpsType:
+    def _pass(self, part: Part, ops: PassType) -> PassType:
         """Run the model on a part of the batch; generators and buffers are as before."""
         index = torch.tensor(part.samples)
         args, kwargs = self._taken(self._args, index), self._taken(self._kwargs, index)
@@ -288,58 +292,36 @@ class _Check:
     def _report(
         self, by_size: Mapping[int, _Differences], mixed: _Differences, unstable: Collection[int]
     ) -> BatchInvarianceReport:
-        rows = self._rows
-        for found in (mixed, *by_size.values()):
-            for index, begins in self._begun(found, ()).items():
-                if begins is not False and index in found.reordered and not rows[index].draws:
-                    rows[index].why, rows[index].detail = (
-                        "not_followed",
-                        "its samples are in a different order",
-                    )
-        declared = {
-            index
-            for index, row in enumerate(rows)
-            if row.why is None
-            and index not in unstable
-            and (row.draws or (index in mixed.rows and "batch_norm" in row.key[1]))
-            and any(index in found.rows for found in (mixed, *by_size.values()))
-        }
+        rows, passes = self._rows, (mixed, *by_size.values())
+        self._explain_reordered(passes)
+        declared = self._declared(passes, mixed, unstable)
         for index in declared:
             rows[index].why = "random" if rows[index].draws else "batch_statistics"
-        begun: dict[int, bool | None] = {}
-        sizes: dict[int, list[int]] = defaultdict(list)
-        for size, found in (*by_size.items(), (0, mixed)):
-            for index, begins in self._begun(found, declared).items():
-                if size:
-                    sizes[index].append(size)
-                # what reads a mixed sample is no place where samples are mixed
-                known = {begins, begun.get(index, False)} if size else {begins}
-                begun[index] = True if True in known else None if None in known else False
+        begun, sizes = self._begun_in_any(by_size, mixed, declared)
         for index in unstable:
             begun.setdefault(index, None)
-        told = sorted(begun)
+        differing = sorted(begun)
         measures = self._measures(
-            [index for index in told if begun[index] is not False][:MAX_MEASURED]
+            [index for index in differing if begun[index] is not False][:MAX_MEASURED]
         )
+        kinds: dict[int, Kind] = dict.fromkeys(differing, "rounding")
+        kinds |= dict.fromkeys(mixed.rows & begun.keys(), "mixing")
+        kinds |= dict.fromkeys(unstable, "nondeterministic")
         ops = [
             self._op(
                 index,
-                "nondeterministic"
-                if index in unstable
-                else "mixing"
-                if index in mixed.rows
-                else "rounding",
+                kinds[index],
                 sizes=tuple(sizes[index]),
                 begins=begun[index],
                 measure=measures.get(index),
             )
-            for index in told
+            for index in differing
         ]
         unseparated: dict[tuple[str, str, int], BatchOp] = {}
         for index, row in enumerate(rows):
             if row.why is not None and row.key[1]:
-                one = self._op(index, row.why, detail=row.detail)
-                unseparated.setdefault((one.module, one.op, one.occurrence), one)
+                op = self._op(index, row.why, detail=row.detail)
+                unseparated.setdefault((op.module, op.op, op.occurrence), op)
         return BatchInvarianceReport(
             model=type(self._model).__name__,
             num_samples=self._num_samples,
@@ -351,7 +333,47 @@ class _Check:
             notes=tuple(self._notes(by_size)),
         )
 
-    def _begun(self, found: _Differences, declared: Collection[int]) -> dict[int, bool | None]:
+    def _explain_reordered(self, passes: Iterable[_Differences]) -> None:
+        """Note the rows that make a difference because their samples have another order."""
+        for differences in passes:
+            for index, begins in self._begun(differences, ()).items():
+                row = self._rows[index]
+                if begins is not False and index in differences.reordered and not row.draws:
+                    row.why, row.detail = "not_followed", "its samples are in a different order"
+
+    def _declared(
+        self, passes: Iterable[_Differences], mixed: _Differences, unstable: Collection[int]
+    ) -> set[int]:
+        """Return the rows whose samples depend on the batch by design: they draw random numbers, or
+        are normalised with its statistics.
+        """
+        differing = {index for differences in passes for index in differences.rows}
+        return {
+            index
+            for index in differing - {*unstable}
+            if (row := self._rows[index]).why is None
+            and (row.draws or (index in mixed.rows and "batch_norm" in row.key[1]))
+        }
+
+    def _begun_in_any(
+        self, by_size: Mapping[int, _Differences], mixed: _Differences, declared: Collection[int]
+    ) -> tuple[dict[int, bool | None], dict[int, list[int]]]:
+        """Return whether each row that differs makes the difference in any pass, as ``_begun`` does
+        for one, and the sizes of the parts in which it differs.
+        """
+        begun: dict[int, bool | None] = {}
+        sizes: dict[int, list[int]] = defaultdict(list)
+        for size, differences in by_size.items():
+            for index, begins in self._begun(differences, declared).items():
+                sizes[index].append(size)
+                in_passes = {begins, begun.get(index, False)}
+                begun[index] = next(state for state in (True, None, False) if state in in_passes)
+        # what reads a mixed sample is no place where samples are mixed
+        return begun | self._begun(mixed, declared), sizes
+
+    def _begun(
+        self, differences: _Differences, declared: Collection[int]
+    ) -> dict[int, bool | None]:
         """Return the rows that differ, and whether each makes the difference:
         None if what it reads is unknown.
         """
@@ -361,19 +383,19 @@ class _Check:
         for index, row in enumerate(self._rows):
             reads_difference = not differs.isdisjoint(row.reads)
             is_followed = row.digests is not None and row.why != "not_followed"
-            if is_followed and index in found.rows:
+            if is_followed and index in differences.rows:
                 differs.add(index)
                 if index not in declared:
                     reads_unknown = not unknown.isdisjoint(row.reads)
                     # which op made an output is unknown
                     is_known = row.key[1] != "" and not reads_unknown
                     begun[index] = False if reads_difference else True if is_known else None
-            elif not is_followed or index in found.missing:
+            elif not is_followed or index in differences.missing:
                 if reads_difference:
                     differs.add(index)
                 if (
                     row.why == "not_followed"
-                    or index in found.missing
+                    or index in differences.missing
                     or not unknown.isdisjoint(row.reads)
                 ):
                     unknown.add(index)
@@ -387,26 +409,27 @@ class _Check:
                 by_part[part].append(index)
         everything = (*range(self._num_samples),)
         whole = self._compared(Part(everything, everything), wanted).kept
-        found: dict[int, list[Measure]] = defaultdict(list)
+        measures: dict[int, list[Measure]] = defaultdict(list)
         for part, indices in by_part.items():
             for index, samples in self._compared(part, indices).kept.items():
                 if index in whole:
                     of_whole = whole[index][part.compared_samples]
-                    found[index].append(measure_tensors(of_whole, samples))
-        return {index: max(measures, key=_ulps_of) for index, measures in found.items()}
+                    measures[index].append(measure_tensors(of_whole, samples))
+        return {index: max(of_row, key=_ulps_of) for index, of_row in measures.items()}
 
     def _op(self, index: int, kind: Kind, **options: Any) -> BatchOp:
         row = self._rows[index]
         module, op, output, _ = row.key
-        names: dict[str, Any] = (
-            {"module": module, "op": op} if op else {"module": "", "op": "", "name": module}
+        return BatchOp(
+            kind=kind,
+            module=module if op else "",
+            op=op,
+            name="" if op else module,
+            occurrence=row.occurrence,
+            output=output,
+            source=row.source,
+            **options,
         )
-        where: dict[str, Any] = {
-            "occurrence": row.occurrence,
-            "output": output,
-            "source": row.source,
-        }
-        return BatchOp(kind=kind, **names, **where, **options)
 
     def _outputs_not_compared(self, by_size: Mapping[int, _Differences]) -> Iterator[str]:
         """Yield the outputs of the model whose samples could not be compared in every size."""
@@ -433,8 +456,8 @@ class _Check:
                 f"Batches of {size} were not compared: the model raised {type(error).__name__} "
                 f"({lines[0]})."
             )
-        for size, found in by_size.items():
-            missing = [self._rows[index] for index in sorted(found.missing)]
+        for size, differences in by_size.items():
+            missing = [self._rows[index] for index in sorted(differences.missing)]
             missing = [row for row in missing if row.digests is not None and row.key[1]]
             if missing:
                 module, op, *_ = missing[0].key
@@ -445,13 +468,8 @@ class _Check:
                 )
         whole = [
             name
-            for name, one in _tensors(self._args)
-            if one.dim() and len(one) != self._num_samples
-        ]
-        whole += [
-            name
-            for name, one in _tensors(self._kwargs)
-            if one.dim() and len(one) != self._num_samples
+            for name, tensor in (*_tensors(self._args), *_tensors(self._kwargs))
+            if tensor.dim() and len(tensor) != self._num_samples
         ]
         if whole:
             yield (

@@ -28,7 +28,7 @@ from det_callbacks.observers.functions import leaves_of
 from det_callbacks.runs.selection import as_names
 from det_callbacks.settings import MAX_SEED, DeterminismSettings, enforce_determinism
 from det_callbacks.tensors.copies import copy_bits
-from det_callbacks.tensors.files import SavedTensor, measure_saved
+from det_callbacks.tensors.files import SavedTensor, joined, measure_saved
 from det_callbacks.text import count
 from det_callbacks.trace.components import is_special
 from det_callbacks.trace.leaves import flatten
@@ -36,9 +36,8 @@ from det_callbacks.trace.leaves import flatten
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any] | Callable[[int], Any]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Values = dict[tuple[Phase, str], list[SavedTensor]]
-"""By phase and name; of a submodule that is called several times, several tensors."""
-"""(phase, name) -> a copy of a tensor that an iteration computed, in order;
-numbers become tensors.
+"""Copies of the tensors that an iteration computed, in order, by phase and name; numbers become
+tensors. A submodule that is called several times has several.
 """
 
 
@@ -109,6 +108,39 @@ def compare_modules(
         (False, False, 'output', 'output')
     """
     TORCH.require()
+    _check_arguments(base, control, iterations, seed, join)
+    chosen = _tolerance_of(rtol, atol)
+    # copies made in inference mode cannot be trained; the second context
+    # restores flags and generators
+    with torch.inference_mode(False), enforce_determinism(DeterminismSettings.choose()):
+        has_compiled = _is_compiled(base) or _is_compiled(control)
+        options: dict[str, Any] = {"loss": loss, "seed": seed, "joins": join is not None}
+        options["make_optimizer"] = optimizer or partial(torch.optim.SGD, lr=0.01)
+        options["patterns"] = () if has_compiled else as_names("modules", modules)
+        base_side = _Side(label="base", module=_copy_of("base", base), **options)
+        control_side = _Side(label="control", module=_copy_of("control", control), **options)
+        comparisons: list[TensorComparison] = []
+        for iteration in range(iterations):
+            # once for both sides, since it may draw random numbers
+            call = _call_of(inputs, iteration)
+            values = base_side.run(iteration, call), control_side.run(iteration, call)
+            comparisons += _compared(*values, iteration, chosen, join or 0)
+    if not any(comparison.decides for comparison in comparisons):
+        raise NothingComparedError(
+            "The modules have no parameters, buffers or outputs, so nothing was compared; both "
+            "ran. Return what is to be compared from their forward."
+        )
+    note = "Outputs of submodules were not compared, since a side is compiled."
+    return NumericsReport(
+        base=base_side.description,
+        control=control_side.description,
+        num_iterations=iterations,
+        comparisons=tuple(comparisons),
+        notes=(note,) if has_compiled and modules else (),
+    )
+
+
+def _check_arguments(base: Any, control: Any, iterations: Any, seed: Any, join: Any) -> None:
     for name, module in (("base", base), ("control", control)):
         if not isinstance(module, nn.Module):
             raise TypeError(
@@ -121,45 +153,21 @@ def compare_modules(
         raise ValueError(f"seed must be an integer from 0 to {MAX_SEED}; got {seed!r}")
     if join is not None and type(join) is not int:
         raise ValueError(f"join must be the number of a dimension, or None; got {join!r}")
-    given = None if rtol is None or atol is None else Tolerance(float(rtol), float(atol))
+
+
+def _tolerance_of(rtol: float | None, atol: float | None) -> Tolerance | None:
+    chosen = None if rtol is None or atol is None else Tolerance(float(rtol), float(atol))
     is_lone = (rtol is None) != (atol is None)
-    if is_lone or not all(0 <= tolerance < math.inf for tolerance in given or ()):
+    if is_lone or not all(0 <= tolerance < math.inf for tolerance in chosen or ()):
         raise ValueError(
             f"rtol and atol must be given together, finite and not negative; got {rtol!r} and "
             f"{atol!r}"
         )
-    # copies made in inference mode cannot be trained; the second context
-    # restores flags and generators
-    with torch.inference_mode(False), enforce_determinism(DeterminismSettings.choose()):
-        has_compiled = _is_compiled(base) or _is_compiled(control)
-        options: dict[str, Any] = {"loss": loss, "seed": seed, "joins": join is not None}
-        options["make_optimizer"] = optimizer or partial(torch.optim.SGD, lr=0.01)
-        options["patterns"] = () if has_compiled else as_names("modules", modules)
-        base_side = _Side(label="base", module=_copy_of("base", base), **options)
-        control_side = _Side(label="control", module=_copy_of("control", control), **options)
-        found: list[TensorComparison] = []
-        for iteration in range(iterations):
-            # once for both sides, since it may draw random numbers
-            call = _call_of(inputs, iteration)
-            values = base_side.run(iteration, call), control_side.run(iteration, call)
-            found += _compared(*values, iteration, given, join or 0)
-    if not any(comparison.decides for comparison in found):
-        raise NothingComparedError(
-            "The modules have no parameters, buffers or outputs, so nothing was compared; both "
-            "ran. Return what is to be compared from their forward."
-        )
-    note = "Outputs of submodules were not compared, since a side is compiled."
-    return NumericsReport(
-        base=base_side.description,
-        control=control_side.description,
-        num_iterations=iterations,
-        comparisons=tuple(found),
-        notes=(note,) if has_compiled and modules else (),
-    )
+    return chosen
 
 
 def _compared(
-    base: Values, control: Values, iteration: int, given: Tolerance | None, join: int
+    base: Values, control: Values, iteration: int, chosen: Tolerance | None, join: int
 ) -> Iterator[TensorComparison]:
     """Yield the comparisons of an iteration in the order of the base;
     tensors of the control alone come last.
@@ -167,36 +175,41 @@ def _compared(
     order = [*PHASES]
     for phase, name in sorted({**base, **control}, key=lambda key: order.index(key[0])):
         calls = base.get((phase, name), []), control.get((phase, name), [])
-        one, other = ((side[0] if side else None) for side in calls)
+        sides = calls[0][0] if calls[0] else None, calls[1][0] if calls[1] else None
         # submodules may be merged or replaced; only those that both sides ran locate a difference
-        if phase == "module" and (one is None or other is None):
+        if phase == "module" and None in sides:
             continue
         if max(map(len, calls)) > 1:
-            together = _alike(*calls, join)
+            together = _joined_calls(*calls, join)
             if together is None:
                 continue  # nothing says which parts belong together
-            one, other = together
-        kind: Kind = "extra" if one is None else "missing" if other is None else "structure"
-        measured: dict[str, Any] = {"excess": math.inf}
-        if (
-            one is not None
-            and other is not None
-            and (one.shape, one.dtype) == (other.shape, other.dtype)
-        ):
-            # integers have to be equal, whatever the tolerance
-            rtol, atol = tolerance = (
-                given if given and epsilon(one.dtype) else default_tolerance(one.dtype)
-            )
-            found = measure_saved(one, other, tolerance)
-            kind = "content" if found.num_differing else "equal"
-            measured = {"measure": found, "excess": found.excess, "rtol": rtol, "atol": atol}
-        sides: dict[str, Any] = {
-            side: None if value is None else f"{value.dtype} {list(value.shape)}"
-            for side, value in (("base", one), ("control", other))
-        }
-        yield TensorComparison(
-            iteration=iteration, phase=phase, name=name, kind=kind, **sides, **measured
-        )
+            sides = together
+        yield _comparison(*sides, chosen, iteration=iteration, phase=phase, name=name)
+
+
+def _comparison(
+    base: SavedTensor | None, control: SavedTensor | None, chosen: Tolerance | None, **place: Any
+) -> TensorComparison:
+    kind: Kind = "extra" if base is None else "missing" if control is None else "structure"
+    measured: dict[str, Any] = {"excess": math.inf}
+    if base is not None and control is not None and _layout_of(base) == _layout_of(control):
+        # integers have to be equal, whatever the tolerance
+        tolerance = chosen if chosen and epsilon(base.dtype) else default_tolerance(base.dtype)
+        measure = measure_saved(base, control, tolerance)
+        kind = "content" if measure.num_differing else "equal"
+        rtol, atol = tolerance
+        measured = {"measure": measure, "excess": measure.excess, "rtol": rtol, "atol": atol}
+    return TensorComparison(
+        kind=kind,
+        base=None if base is None else _layout_of(base),
+        control=None if control is None else _layout_of(control),
+        **place,
+        **measured,
+    )
+
+
+def _layout_of(tensor: SavedTensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
 
 
 def compare_compiled(
@@ -288,10 +301,10 @@ class _Side:
         """Run an iteration and return what it computed; raise
         ``ModuleRunError`` if the module raises.
         """
-        found: Values = {}
+        values: Values = {}
         try:
             with torch.enable_grad():
-                self._run(iteration, call, found)
+                self._run(iteration, call, values)
         except Exception as error:  # a module may raise anything; the error names the side
             # messages of Dynamo are long
             lines = [line for line in str(error).splitlines() if line.strip()][:3]
@@ -302,31 +315,31 @@ class _Side:
                 self.label,
                 iteration,
             ) from error
-        return found
+        return values
 
-    def _run(self, iteration: int, call: Any, found: Values) -> None:
+    def _run(self, iteration: int, call: Any, values: Values) -> None:
         if not iteration:
-            self._add_state(found, "initial", "initial")
+            self._add_state(values, "initial", "initial")
         args, kwargs = copy.deepcopy(call)
         seed = (self.seed + iteration) % (MAX_SEED + 1)
         random.seed(seed)
         np.random.seed(seed)
         torch.manual_seed(seed)
-        with self._submodules_into(found):
+        with self._submodules_into(values):
             output = self.module(*args, **kwargs)
         leaves = leaves_of(output, "output")
         for name, value in leaves:
             if isinstance(value, bool | int | float | complex):
                 value = torch.from_numpy(np.asarray(value))  # keeps double precision
             if isinstance(value, Tensor):
-                found["output", name] = [_copied(name, value)]
+                values["output", name] = [_copied(name, value)]
         loss = (
             _default_loss([value for _, value in leaves], seed)
             if self.loss is None
             else self.loss(output)
         )
         if loss is not None:
-            found["loss", "loss"] = [_copied("loss", loss)]
+            values["loss", "loss"] = [_copied("loss", loss)]
             if loss.requires_grad:
                 loss.backward()
         # in the order of the backward pass: an error in one layer spreads to all layers before it
@@ -338,7 +351,7 @@ class _Side:
             named, *(flatten(arguments, "input") for arguments in (args, kwargs))
         ):
             if isinstance(leaf, Tensor) and leaf.is_leaf and leaf.grad is not None:
-                found["gradient", name] = [_copied(name, leaf.grad)]
+                values["gradient", name] = [_copied(name, leaf.grad)]
         parameters = [
             parameter for parameter in self.module.parameters() if parameter.requires_grad
         ]
@@ -347,17 +360,17 @@ class _Side:
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-        self._add_state(found, "parameter", "buffer")
+        self._add_state(values, "parameter", "buffer")
 
-    def _add_state(self, found: Values, parameters: Phase, buffers: Phase) -> None:
+    def _add_state(self, values: Values, parameters: Phase, buffers: Phase) -> None:
         named = self.module.named_parameters(), self.module.named_buffers()
         for phase, tensors in zip((parameters, buffers), named, strict=True):
-            found |= {
+            values |= {
                 (phase, _plain_name(name)): [_copied(name, tensor)] for name, tensor in tensors
             }
 
-    def _submodules_into(self, found: Values) -> AbstractContextManager[Any]:
-        """Return a context in which the outputs of submodules are added to ``found``.
+    def _submodules_into(self, values: Values) -> AbstractContextManager[Any]:
+        """Return a context in which the outputs of submodules are added to ``values``.
 
         The hook is global: hooks on a module would disable its fast path
         (``nn.TransformerEncoderLayer``).
@@ -375,12 +388,12 @@ class _Side:
                 num_calls[name] += 1
                 for path, leaf in flatten(output, call):
                     if isinstance(leaf, Tensor):
-                        found.setdefault(("module", path), []).append(_copied(path, leaf))
+                        values.setdefault(("module", path), []).append(_copied(path, leaf))
 
         return register_module_forward_hook(add) if names else nullcontext()
 
 
-def _alike(
+def _joined_calls(
     base: Sequence[SavedTensor], control: Sequence[SavedTensor], join: int
 ) -> tuple[SavedTensor, SavedTensor] | None:
     """Return the outputs of a submodule's calls on both sides as one tensor each, joined in the
@@ -389,26 +402,10 @@ def _alike(
     num_dims = len(base[0].shape)
     first = [join % num_dims] if -num_dims <= join < num_dims else []
     for dim in dict.fromkeys([*first, *range(num_dims)]):
-        one, other = _joined(base, dim), _joined(control, dim)
-        if one is not None and other is not None and one.shape == other.shape:
-            return one, other
+        of_base, of_control = joined(base, dim), joined(control, dim)
+        if of_base is not None and of_control is not None and of_base.shape == of_control.shape:
+            return of_base, of_control
     return None
-
-
-def _joined(parts: Sequence[SavedTensor], dim: int) -> SavedTensor | None:
-    """Return tensors joined in a dimension; None if they differ in another one."""
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    others = {(*part.shape[:dim], -1, *part.shape[dim + 1 :]) for part in parts}
-    if len(others) > 1 or any(part.dtype != first.dtype for part in parts):
-        return None
-    # the last dimension holds the bytes of an element
-    filled = [part.bits.reshape(*part.shape, -1) for part in parts if part.bits.size]
-    joined = np.concatenate(filled, axis=dim) if filled else first.bits
-    length = sum(part.shape[dim] for part in parts)
-    shape = (*first.shape[:dim], length, *first.shape[dim + 1 :])
-    return replace(first, shape=shape, bits=joined.reshape(-1))
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -458,7 +455,7 @@ def _default_loss(leaves: list[Any], seed: int) -> Tensor | None:
                 values.shape, generator=generator, dtype=torch.float32, device="cpu"
             ).to(values.device)
             distances.append((values - target).abs().square().mean())
-    return torch.stack([one.to(distances[0]) for one in distances]).mean() if distances else None
+    return torch.stack([each.to(distances[0]) for each in distances]).mean() if distances else None
 
 
 def _call_of(inputs: Inputs, iteration: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

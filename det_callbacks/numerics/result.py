@@ -89,17 +89,17 @@ class TensorComparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data; an infinite excess is the text "inf"."""
-        content = {one.name: getattr(self, one.name) for one in fields(self)}
-        if self.measure is not None:
-            names = ("num_elements", "num_differing", "ulp", "relative", "absolute")
-            content["measure"] = {name: getattr(self.measure, name) for name in names}
-        return as_json(
-            {
-                **content,
-                "close": self.close,
-                "excess": self.excess if self.excess < math.inf else "inf",
-            }
-        )
+        excess = self.excess if self.excess < math.inf else "inf"
+        return as_json({**fields_with_measure(self), "close": self.close, "excess": excess})
+
+
+def fields_with_measure(item: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass, and of its measure the distances."""
+    content = {field.name: getattr(item, field.name) for field in fields(item)}
+    if item.measure is not None:
+        names = ("num_elements", "num_differing", "ulp", "relative", "absolute")
+        content["measure"] = {name: getattr(item.measure, name) for name in names}
+    return content
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,32 +129,31 @@ class NumericsReport:
     @property
     def equal(self) -> bool:
         """Whether all bits are equal, except in outputs of submodules."""
-        return all(found.equal for found in self.comparisons if found.decides)
+        return all(tensor.equal for tensor in self.comparisons if tensor.decides)
 
     @property
     def close(self) -> bool:
         """Whether all tensors are within tolerance, except outputs of submodules."""
-        return all(found.close for found in self.comparisons if found.decides)
+        return all(tensor.close for tensor in self.comparisons if tensor.decides)
 
     @property
     def differing(self) -> tuple[TensorComparison, ...]:
         """All tensors that differ, including outputs of submodules,
         in the order of the computation.
         """
-        return tuple(found for found in self.comparisons if not found.equal)
+        return tuple(tensor for tensor in self.comparisons if not tensor.equal)
 
     @property
     def beyond(self) -> tuple[TensorComparison, ...]:
         """All tensors beyond tolerance, including outputs of submodules, in order."""
-        return tuple(found for found in self.comparisons if not found.close)
+        return tuple(tensor for tensor in self.comparisons if not tensor.close)
 
     @property
     def first(self) -> TensorComparison | None:
         """The first tensor beyond tolerance or, if none is, the first that differs;
         includes submodules.
         """
-        found = self.differing if self.close else self.beyond
-        return found[0] if found else None
+        return next(iter(self.differing if self.close else self.beyond), None)
 
     @property
     def worst(self) -> TensorComparison | None:
@@ -162,8 +161,8 @@ class NumericsReport:
         excludes submodules.
         """
         return max(
-            (found for found in self.differing if found.decides),
-            key=lambda found: found.excess,
+            (tensor for tensor in self.differing if tensor.decides),
+            key=lambda tensor: tensor.excess,
             default=None,
         )
 
@@ -184,10 +183,10 @@ class NumericsReport:
             },
             "counts": {phase: counts for phase, counts, _ in _by_phase(self)},
             **{
-                name: one and one.to_dict()
-                for name, one in (("first", self.first), ("worst", self.worst))
+                name: tensor and tensor.to_dict()
+                for name, tensor in (("first", self.first), ("worst", self.worst))
             },
-            "differing": [found.to_dict() for found in self.differing],
+            "differing": [tensor.to_dict() for tensor in self.differing],
             "notes": list(self.notes),
         }
 
@@ -220,25 +219,23 @@ class NumericsError(DetCallbacksError, AssertionError):
 
 def _text(report: NumericsReport) -> str:
     title = "EQUAL" if report.equal else "WITHIN TOLERANCE" if report.close else "BEYOND TOLERANCE"
-    deciding = [found for found in report.comparisons if found.decides]
-    others, beyond = (
-        sum(not found.equal for found in deciding),
-        sum(not found.close for found in deciding),
-    )
+    deciding = [tensor for tensor in report.comparisons if tensor.decides]
+    num_differing = sum(not tensor.equal for tensor in deciding)
+    num_beyond = sum(not tensor.close for tensor in deciding)
     sides = f"{report.control} against {report.base}, {count(report.num_iterations, 'iteration')}"
     outcome = (
-        f"{others:,} with different bits, {beyond or 'none'} beyond the tolerance"
-        if others
+        f"{num_differing:,} with different bits, {num_beyond or 'none'} beyond the tolerance"
+        if num_differing
         else "all bits agree"
     )
     lines = [f"{sides}: {count(len(deciding), 'tensor')} compared, {outcome}."]
     quality = "with different bits" if report.close else "beyond its tolerance"
     named = {f"The first {quality}": report.first}
     named["The largest outside submodule outputs"] = report.worst
-    for what, found in named.items():
-        if found is not None:
-            place = f"{PHASES[found.phase]} {found.name} in iteration {found.iteration}"
-            lines.append(f"{what}: {place}: {_how(found)}.")
+    for what, tensor in named.items():
+        if tensor is not None:
+            place = f"{PHASES[tensor.phase]} {tensor.name} in iteration {tensor.iteration}"
+            lines.append(f"{what}: {place}: {_how(tensor)}.")
     head = Section(title=title, lines=lines)
     return to_text([head, Section(table=_summary(report)), Section(lines=report.notes)])
 
@@ -248,17 +245,12 @@ def _by_phase(
 ) -> Iterator[tuple[Phase, dict[str, int], list[TensorComparison]]]:
     """Yield each phase with its counts, and its tensors that differ."""
     for phase in PHASES:
-        found = [one for one in report.comparisons if one.phase == phase]
-        differing, beyond = (
-            [one for one in found if not one.equal],
-            sum(not one.close for one in found),
-        )
-        if found:
-            yield (
-                phase,
-                {"compared": len(found), "differing": len(differing), "beyond": beyond},
-                differing,
-            )
+        tensors = [tensor for tensor in report.comparisons if tensor.phase == phase]
+        differing = [tensor for tensor in tensors if not tensor.equal]
+        if tensors:
+            num_beyond = sum(not tensor.close for tensor in tensors)
+            counts = {"compared": len(tensors), "differing": len(differing), "beyond": num_beyond}
+            yield phase, counts, differing
 
 
 def _summary(report: NumericsReport) -> Table:
@@ -266,29 +258,31 @@ def _summary(report: NumericsReport) -> Table:
     for phase, counts, differing in _by_phase(report):
         cells, since = ["-"] * len(COLUMNS[1:]), "-"
         if differing:
-            known = [
-                one.measure
-                for one in differing
-                if one.measure is not None and one.measure.ulp is not None
+            measures = [
+                tensor.measure
+                for tensor in differing
+                if tensor.measure is not None and tensor.measure.ulp is not None
             ]
             largest: dict[str, Any] = {
-                name: max((getattr(one, name) for one in known), default=None)
+                name: max((getattr(measure, name) for measure in measures), default=None)
                 for name in ("ulp", "relative", "absolute")
             }
-            cells = measured(**largest, excess=max(one.excess for one in differing))
-            since = f"iteration {min(one.iteration for one in differing)}"
+            cells = measured(**largest, excess=max(tensor.excess for tensor in differing))
+            since = f"iteration {min(tensor.iteration for tensor in differing)}"
         rows.append((PHASES[phase], *counts.values(), *cells, since))
     columns = ("compared", "tensors", "differ", "beyond", *COLUMNS[1:], "differ since")
     return Table(columns=columns, rows=rows)
 
 
-def _how(found: TensorComparison) -> str:
-    if found.measure is None:
-        return f"{found.base or 'missing'} in the base, {found.control or 'missing'} in the control"
-    dtype = str(found.base).partition(" ")[0]
+def _how(tensor: TensorComparison) -> str:
+    if tensor.measure is None:
+        return (
+            f"{tensor.base or 'missing'} in the base, {tensor.control or 'missing'} in the control"
+        )
+    dtype = str(tensor.base).partition(" ")[0]
     size = (
-        ulps_text(found.measure.ulp)
+        ulps_text(tensor.measure.ulp)
         if can_measure(dtype)
         else f"{dtype}, whose numbers are not known"
     )
-    return f"{size}, {multiple_text(found.excess)} x the tolerance"
+    return f"{size}, {multiple_text(tensor.excess)} x the tolerance"

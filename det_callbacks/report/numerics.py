@@ -4,7 +4,7 @@ the jumps, and every site.
 
 from math import ceil, inf, prod
 
-from det_callbacks.compare.numbers import NonFinite
+from det_callbacks.compare.nonfinite import NonFinite
 from det_callbacks.digest.numbers import epsilon
 from det_callbacks.report.console import Section, Table
 from det_callbacks.runs.program import in_module

@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import structs
 
-from det_callbacks.compare.numbers import first_nonfinite
+from det_callbacks.compare.nonfinite import first_nonfinite
 from det_callbacks.digest.host import format_digest
 from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.findings.table import find_findings

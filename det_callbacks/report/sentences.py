@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from det_callbacks.causes.sentences import both_values, number_text, of_segment, source_text
 from det_callbacks.causes.settings import begun_before
 from det_callbacks.compare.metrics import MetricDifference
-from det_callbacks.compare.ranks import Classification, CollectiveCall, WholeSteps
+from det_callbacks.compare.ranks import Classification, CollectiveCall, UnpairedSteps
 from det_callbacks.compare.record import RankRecord, Tally
 from det_callbacks.runs.manifest import (
     AS_COMMITTED,
@@ -72,15 +72,15 @@ def _call(call: CollectiveCall) -> str:
     )
 
 
-def explain_whole_steps(steps: Iterable[WholeSteps], *, show_rank: bool) -> str:
+def explain_unpaired_steps(steps: Iterable[UnpairedSteps], *, show_rank: bool) -> str:
     """Return which steps only one run has, as a part of a sentence."""
     texts = []
-    for whole in sorted(steps, key=lambda one: one.order):
-        rank, place = f" of rank {whole.rank}" if show_rank else "", of_segment(whole.segment)
-        which = f"step {whole.first}{place} is"
-        if whole.count > 1:
-            which = f"steps {whole.first} to {whole.last}{place} ({whole.count} of them) are"
-        side = "reference" if whole.kind == "missing" else "current run"
+    for span in sorted(steps, key=lambda span: span.order):
+        rank, place = f" of rank {span.rank}" if show_rank else "", of_segment(span.segment)
+        which = f"step {span.first}{place} is"
+        if span.count > 1:
+            which = f"steps {span.first} to {span.last}{place} ({span.count} of them) are"
+        side = "reference" if span.kind == "missing" else "current run"
         texts.append(f"{which} only in the {side}{rank}")
     return listed(texts, "; ", limit=MAX_RANGES)
 

@@ -10,7 +10,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -164,6 +164,23 @@ def measure_saved(
     dtypes = reference.dtype, current.dtype
     bits = np.ravel(reference.bits), np.ravel(current.bits)
     return measure(*bits, dtypes, tolerance=tolerance, root_mean_square=size)
+
+
+def joined(parts: Sequence[SavedTensor], dim: int) -> SavedTensor | None:
+    """Return tensors joined in a dimension; None if they differ in another one, or are samples."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    others = {(*part.shape[:dim], -1, *part.shape[dim + 1 :]) for part in parts}
+    is_whole = all(part.dtype == first.dtype and part.every == 1 for part in parts)
+    if len(others) > 1 or not is_whole or dim >= len(first.shape):
+        return None
+    # the last dimension holds the bytes of an element
+    filled = [part.bits.reshape(*part.shape, -1) for part in parts if part.bits.size]
+    bits = np.concatenate(filled, axis=dim).reshape(-1) if filled else first.bits
+    length = sum(part.shape[dim] for part in parts)
+    shape = (*first.shape[:dim], length, *first.shape[dim + 1 :])
+    return SavedTensor(dtype=first.dtype, shape=shape, bits=bits)
 
 
 def tensor_path(stream: Path, kind: str, step: int) -> Path:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from det_callbacks.causes.graph import Graph
 from det_callbacks.causes.sentences import explained_by
@@ -20,22 +20,19 @@ from det_callbacks.compare.differences import compare_steps
 from det_callbacks.compare.evidence import Evidence, find_evidence
 from det_callbacks.compare.metrics import MetricComparison, MetricDifference
 from det_callbacks.compare.module_names import ModuleNames
-from det_callbacks.compare.numbers import (
-    find_command,
-    first_nonfinite,
-    next_recording,
-    with_numbers,
-)
+from det_callbacks.compare.next_recording import find_command, next_recording
+from det_callbacks.compare.nonfinite import first_nonfinite
+from det_callbacks.compare.numbers import with_numbers
 from det_callbacks.compare.numerics import compare_numerics
 from det_callbacks.compare.ranks import (
     Classification,
     FirstDifference,
-    RankFindings,
-    RankWalk,
-    WholeSteps,
+    RankResult,
+    RunPair,
+    UnpairedSteps,
     classify,
 )
-from det_callbacks.compare.record import TOGETHER, Tally, read_records
+from det_callbacks.compare.record import TOGETHER, RankRecord, Tally, read_records
 from det_callbacks.compare.resume import resume_of
 from det_callbacks.compare.rounding import Rounding
 from det_callbacks.errors import NothingComparedError, ReferenceFormatError
@@ -48,7 +45,7 @@ from det_callbacks.report.sentences import (
     explain_metric,
     explain_ranks,
     explain_unfinished,
-    explain_whole_steps,
+    explain_unpaired_steps,
     metric_lines,
     order_lines,
     steps_agree,
@@ -150,13 +147,13 @@ def compare_runs(
     if steps not in ("all", "common"):
         raise ValueError(f'steps must be "all" or "common"; got {steps!r}.')
     if numerics:
-        found = compare_numerics(
+        measured = compare_numerics(
             Run.open(reference, check_steps=False),
             Run.open(current, check_steps=False),
             tolerance=None if tolerance is None else Rounding.read(tolerance),
             names=None if names is None else ModuleNames.read(names),
         )
-        return replace(compare_runs(reference, current, steps=steps), numerics=found)
+        return replace(compare_runs(reference, current, steps=steps), numerics=measured)
     if tolerance is not None or names is not None:
         raise ValueError("tolerance and names belong to numerics=True.")
     reference_run = Run.open(reference, check_steps=False)
@@ -174,32 +171,18 @@ def compare_runs(
     if records:
         steps = next(iter(records.values())).steps
     require_reference(reference_run, steps)
-    notes = []
-    if not reference_run.is_complete:
-        why = reference_run.incomplete_reason
-        notes.append(f"The reference is incomplete, and was compared up to its last step: {why}")
-    if not current_run.is_complete and not is_verification:
-        notes.append(f"The current run is incomplete: {current_run.incomplete_reason}")
-    if steps == "common":
-        notes.append("Only the steps that both runs have were compared")
-    if unfinished := explain_unfinished(records):
-        notes.append(unfinished)
-    if not records:
-        ranks = [run.rank(rank) for run in (reference_run, current_run) for rank in run.ranks]
-        if sum(rank.num_bytes for rank in ranks) < SMALL_BYTES:
-            for rank in ranks:
-                rank.check_steps()
-        else:
-            notes.append(CHAINS_NOTE)
-    walk = RankWalk(
+    notes = _notes(reference_run, current_run, steps, records)
+    if not records and not _read_whole(reference_run, current_run):
+        notes.append(CHAINS_NOTE)
+    pair = RunPair(
         reference=reference_run, current=current_run, is_common=steps == "common", records=records
     )
     # settings are those of rank 0 in both runs, because seeds and arguments may differ among ranks
     differing = {entry.name: entry for record in records.values() for entry in record.machine}
     differing |= {entry.name: entry for entry in environment}
     judge = _Judge(
-        walk=walk,
-        ranks=[walk.compare(rank) for rank in reference_run.ranks],
+        pair=pair,
+        ranks=[pair.compare(rank) for rank in reference_run.ranks],
         environment=tuple(differing[name] for name in sorted(differing)),
         notes=notes,
     )
@@ -215,11 +198,37 @@ def compare_runs(
     )
 
 
+def _notes(
+    reference: Run, current: Run, steps: Literal["all", "common"], records: Mapping[int, RankRecord]
+) -> list[str]:
+    """Return what was not compared."""
+    notes = []
+    if not reference.is_complete:
+        why = reference.incomplete_reason
+        notes.append(f"The reference is incomplete, and was compared up to its last step: {why}")
+    if not current.is_complete and current.keeps == "all":
+        notes.append(f"The current run is incomplete: {current.incomplete_reason}")
+    if steps == "common":
+        notes.append("Only the steps that both runs have were compared")
+    if unfinished := explain_unfinished(records):
+        notes.append(unfinished)
+    return notes
+
+
+def _read_whole(reference: Run, current: Run) -> bool:
+    """Read all steps of two runs, so that damage is found, if they are small; return whether."""
+    ranks = [run.rank(rank) for run in (reference, current) for rank in run.ranks]
+    is_small = sum(rank.num_bytes for rank in ranks) < SMALL_BYTES
+    for rank in ranks if is_small else ():
+        rank.check_steps()
+    return is_small
+
+
 def _nonfinite(reference: Run, current: Run) -> list[str]:
     """Return the first number of each run that is not finite, among the tensors that it kept."""
-    found = {"reference": first_nonfinite(reference), "current run": first_nonfinite(current)}
+    sides = {"reference": first_nonfinite(reference), "current run": first_nonfinite(current)}
     return [
-        f"{name}: {nonfinite_sentence(place)}" for name, place in found.items() if place is not None
+        f"{side}: {nonfinite_sentence(first)}" for side, first in sides.items() if first is not None
     ]
 
 
@@ -233,38 +242,38 @@ def _findings(current: Run) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
         return (), (f"the findings of the current run cannot be read: {error}",)
 
 
-class _Answer(NamedTuple):
-    first: Divergence | None
-    cause: Cause | None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    """What differs first, and why."""
+
+    first: Divergence | None = None
+    cause: Cause | None = None
     text: str
     advice: str = ""
     evidence: tuple[str, ...] = ()
-    choice: str = ""  # with which the text begins
+    setting: str = ""  # with which the text begins
     trail: tuple[TrailEntry, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Judge:
-    """Makes a verdict from the findings in two runs; ``notes`` says what was not compared."""
+    """Makes a verdict from the results of all ranks; ``notes`` says what was not compared."""
 
-    walk: RankWalk
-    ranks: Sequence[RankFindings]
+    pair: RunPair
+    ranks: Sequence[RankResult]
     environment: tuple[EnvironmentDifference, ...]
     notes: Sequence[str]
 
     @property
     def show_rank(self) -> bool:
-        return self.walk.reference.manifest.world_size > 1
+        return self.pair.reference.manifest.world_size > 1
 
     @cached_property
     def metrics(self) -> MetricComparison:
-        reference, current, record = (
-            self.walk.reference,
-            self.walk.current,
-            self.walk.records.get(0),
-        )
+        reference, current = self.pair.reference, self.pair.current
+        record = self.pair.records.get(0)
         stop = None if record is None else record.stopped
-        comparison = MetricComparison(is_common=self.walk.is_common)
+        comparison = MetricComparison(is_common=self.pair.is_common)
         for segment in sorted({*reference.segments, *current.segments}):
             if stop is not None and segment > stop.segment:
                 break
@@ -284,7 +293,7 @@ class _Judge:
         if first is None:
             return None
         reading = first.readings[1]
-        selections = [run.manifest.selection for run in (self.walk.reference, self.walk.current)]
+        selections = [run.manifest.selection for run in (self.pair.reference, self.pair.current)]
         # an epoch's mean depends on all its steps, a validation on the last
         if reading.where == "epoch":
             is_recorded = all(selection.is_every_step for selection in selections)
@@ -304,12 +313,12 @@ class _Judge:
 
     def verdict(self) -> Verdict:
         """Return the verdict; NothingComparedError if no site was compared."""
-        whole = [steps for rank in self.ranks for steps in rank.whole]
+        unpaired = [steps for rank in self.ranks for steps in rank.unpaired]
         first = {rank.rank: rank.first for rank in self.ranks if rank.first is not None}
         first_metric = self.metrics.first
-        has_divergence = bool(first or whole or first_metric)
+        has_divergence = bool(first or unpaired or first_metric)
         self._require_comparison(has_divergence=has_divergence)
-        first = with_numbers(self.walk.reference, self.walk.current, first)
+        first = with_numbers(self.pair.reference, self.pair.current, first)
         bits_differ = bool(first) or (first_metric is not None and first_metric.kind == "content")
         is_other_machine = any(
             entry.is_machine and entry.changes_bits for entry in self.environment
@@ -318,14 +327,14 @@ class _Judge:
         if bits_differ and is_other_machine:
             verdict = "not_comparable"
         ranks = self._classify(first)
-        answer = self._answer(first, whole, ranks)
+        answer = self._answer(first, unpaired, ranks)
         in_order = sorted(first.values(), key=_order)
-        origins = [origin for known in in_order for origin in known.origins_among(ranks)]
-        others = [entry for entry in self.environment if entry.name != answer.choice]
-        if not whole:  # the length of a run explains nothing in a step that both have
+        origins = [origin for of_rank in in_order for origin in of_rank.origins_among(ranks)]
+        others = [entry for entry in self.environment if entry.name != answer.setting]
+        if not unpaired:  # the length of a run explains nothing in a step that both have
             others = [entry for entry in others if entry.name not in LENGTHS]
         tally = self.tally
-        idle = self.walk.current.manifest.environment.get(WITHOUT_EFFECT)
+        idle = self.pair.current.manifest.environment.get(WITHOUT_EFFECT)
         notes = [*order_lines(tally.reordered), *environment_notes(others, verdict), *self.notes]
         notes += [
             f"A setting has no effect: {text}" for text in (() if idle is None else idle.value)
@@ -333,8 +342,8 @@ class _Judge:
         parts = [answer.text, answer.advice, *notes]
         return Verdict(
             verdict=verdict,
-            reference=str(self.walk.reference.path),
-            current=str(self.walk.current.path),
+            reference=str(self.pair.reference.path),
+            current=str(self.pair.current.path),
             first_divergence=answer.first,
             origins=tuple(origins[:MAX_ORIGINS]),
             cause=answer.cause,
@@ -344,18 +353,7 @@ class _Judge:
                 sites_compared=tally.num_sites,
                 sites_differing=tally.num_differing,
             ),
-            coverage=Coverage(
-                ranks=self._num_ranks or int(bool(tally.num_metrics)),
-                steps=tally.steps,
-                ops_seen=tally.ops_seen,
-                ops_digested=tally.ops_digested,
-                ops_skipped=dict(sorted(tally.ops_skipped.items())),
-                opaque_regions=tuple(sorted(tally.opaque_regions)),
-                replayed=tally.replayed,
-                metrics=tally.num_metrics,
-                lost=self._unrecorded,
-                followed=self._followed,
-            ),
+            coverage=self._coverage,
             # the evidence names the generators that may be the cause
             environment=self.environment
             if verdict == "match"
@@ -366,15 +364,31 @@ class _Judge:
         )
 
     @property
+    def _coverage(self) -> Coverage:
+        tally = self.tally
+        return Coverage(
+            ranks=self._num_ranks or int(bool(tally.num_metrics)),
+            steps=tally.steps,
+            ops_seen=tally.ops_seen,
+            ops_digested=tally.ops_digested,
+            ops_skipped=dict(sorted(tally.ops_skipped.items())),
+            opaque_regions=tuple(sorted(tally.opaque_regions)),
+            replayed=tally.replayed,
+            metrics=tally.num_metrics,
+            lost=self._unrecorded,
+            followed=self._followed,
+        )
+
+    @property
     def _resume(self) -> Resume | None:
-        record, runs = self.walk.records.get(0), (self.walk.reference, self.walk.current)
-        found = (resume_of(*runs, fit) for fit in (() if record is None else record.fits))
-        return next((known for known in found if known is not None), None)
+        record, runs = self.pair.records.get(0), (self.pair.reference, self.pair.current)
+        resumes = (resume_of(*runs, fit) for fit in (() if record is None else record.fits))
+        return next((resume for resume in resumes if resume is not None), None)
 
     @property
     def _unrecorded(self) -> tuple[str, ...]:
         """Parts of a followed training that no step of a run holds."""
-        runs = self.walk.reference, self.walk.current
+        runs = self.pair.reference, self.pair.current
         entries = [run.manifest.environment.get(UNRECORDED) for run in runs]
         return tuple(
             dict.fromkeys(text for entry in entries if entry is not None for text in entry.value)
@@ -382,7 +396,7 @@ class _Judge:
 
     @property
     def _followed(self) -> str:
-        entry = self.walk.current.manifest.environment.get(FOLLOWED)
+        entry = self.pair.current.manifest.environment.get(FOLLOWED)
         return "" if entry is None else str(entry.value)
 
     @property
@@ -391,31 +405,31 @@ class _Judge:
 
     def _require_comparison(self, *, has_divergence: bool) -> None:
         """Raise if too little was compared for a verdict."""
-        tally, walk = self.tally, self.walk
-        has_steps = bool(tally.num_steps or walk.records)
+        tally, pair = self.tally, self.pair
+        has_steps = bool(tally.num_steps or pair.records)
         has_compared = bool(tally.num_sites or tally.num_metrics)
-        unfinished = explain_unfinished(walk.records)
+        unfinished = explain_unfinished(pair.records)
         if unfinished and not has_divergence:
             raise NothingComparedError(
-                f"{unfinished}, and found no difference in {walk.current.path}. Verify again."
+                f"{unfinished}, and found no difference in {pair.current.path}. Verify again."
             )
         # steps in only one run compare nothing
         if not has_compared and not (has_divergence and has_steps):
             raise NothingComparedError(
-                f"{walk.reference.path} and {walk.current.path} have no step with recorded sites "
+                f"{pair.reference.path} and {pair.current.path} have no step with recorded sites "
                 "in common, so nothing was compared. Check with det-callbacks show that both "
                 "record the same script with the same selection."
             )
         if has_divergence:
             return
         stops = []
-        for rank, record in walk.records.items():
+        for rank, record in pair.records.items():
             if (stop := record.stopped) is not None:
                 on_rank = f" on rank {rank}" if self.show_rank else ""
                 stops.append(f"by {stop.reason} after step {stop.step}{on_rank}")
         if stops:
             raise NothingComparedError(
-                f"The verification in {walk.current.path} was stopped "
+                f"The verification in {pair.current.path} was stopped "
                 f"{listed(stops, limit=MAX_RANKS)}. The steps until then match, but the rest was "
                 "not compared. Verify again."
             )
@@ -426,78 +440,100 @@ class _Judge:
         """
         stops = {
             record.stopped.reason
-            for record in self.walk.records.values()
+            for record in self.pair.records.values()
             if record.stopped is not None
         }
         if not self.show_rank or not first or stops - {TOGETHER}:
             return None
-        return classify([first.get(rank) for rank in self.walk.reference.ranks])
+        return classify([first.get(rank) for rank in self.pair.reference.ranks])
 
     def _answer(
         self,
         first: Mapping[int, FirstDifference],
-        whole: Sequence[WholeSteps],
+        unpaired: Sequence[UnpairedSteps],
         ranks: Classification | None,
     ) -> _Answer:
-        metric = self._first_metric()
         agree = "" if first else steps_agree(self.tally.num_steps)
         earliest = min(first.values(), key=_order, default=None)
-        lacking = min(whole, key=_order, default=None)
-        if metric is not None and lacking is not None and metric.follows_from(lacking.segment):
-            metric = None
-        if metric is not None and earliest is not None and metric.follows_from(*earliest.moment):
-            metric = None
-        found = [difference for difference in (earliest, lacking, metric) if difference is not None]
-        if not found:
+        lacking = min(unpaired, key=_order, default=None)
+        metric = self._first_metric()
+        if metric is not None:
+            is_unpaired = lacking is not None and metric.follows_from_unpaired(lacking.segment)
+            is_later = earliest is not None and metric.follows_from_step(*earliest.moment)
+            metric = None if is_unpaired or is_later else metric
+        differences = [
+            difference for difference in (earliest, lacking, metric) if difference is not None
+        ]
+        if not differences:
             text = explain_match(self.tally, num_ranks=self._num_ranks, unrecorded=self._unrecorded)
-            return _Answer(None, None, text)
-        shown_whole = explain_whole_steps(whole, show_rank=self.show_rank)
-        leader = min(found, key=_order)
+            return _Answer(text=text)
+        only_in_one = explain_unpaired_steps(unpaired, show_rank=self.show_rank)
+        leader = min(differences, key=_order)
         if isinstance(leader, MetricDifference):
-            return self._answer_metric(leader, agree if not whole else "")
-        if isinstance(leader, WholeSteps):
+            return self._answer_metric(leader, agree if not unpaired else "")
+        if isinstance(leader, UnpairedSteps):
             return _Answer(
-                leader.divergence(), "structure", capitalised(shown_whole) + agree, SAME_LENGTH
+                first=leader.divergence(),
+                cause="structure",
+                text=capitalised(only_in_one) + agree,
+                advice=SAME_LENGTH,
             )
-        shown = leader.with_origin_from(ranks)
         if ranks is not None and ranks.is_collective:
-            return _Answer(
-                shown, "collective", f"Step {shown.step}, {shown.phase}: {explain_ranks(ranks)}"
-            )
+            shown = leader.with_origin_from(ranks)
+            text = f"Step {shown.step}, {shown.phase}: {explain_ranks(ranks)}"
+            return _Answer(first=shown, cause="collective", text=text)
+        return self._answer_step(leader, first, ranks, only_in_one)
+
+    def _answer_step(
+        self,
+        leader: FirstDifference,
+        first: Mapping[int, FirstDifference],
+        ranks: Classification | None,
+        only_in_one: str,
+    ) -> _Answer:
+        """Return why the step of the leader differs, by a rank that started it if one did."""
+        shown = leader.with_origin_from(ranks)
         if ranks is not None and ranks.ranks("origin"):
             leader = min((first[rank] for rank in ranks.ranks("origin")), key=_order)
         graph = self._graph(leader)
         walk = find_walk(graph)
-        found_cause = find_cause(graph, walk)
-        text = found_cause.text
-        if ranks is not None:
-            text += f"; {explain_ranks(ranks)}"
-        if whole:
-            text += f"; in addition, {shown_whole}"
-        evidence, trail = evidence_lines(graph), trail_of(graph, walk)
+        cause = find_cause(graph, walk)
+        of_ranks = "" if ranks is None else f"; {explain_ranks(ranks)}"
+        in_addition = f"; in addition, {only_in_one}" if only_in_one else ""
         return _Answer(
-            shown, found_cause.cause, text, found_cause.advice, evidence, found_cause.setting, trail
+            first=shown,
+            cause=cause.cause,
+            text=f"{cause.text}{of_ranks}{in_addition}",
+            advice=cause.advice,
+            evidence=evidence_lines(graph),
+            setting=cause.setting,
+            trail=trail_of(graph, walk),
         )
 
     def _answer_metric(self, metric: MetricDifference, agree: str) -> _Answer:
         others = self.metrics.num_differing - 1
         more = f", and {count(others, 'more metric')}" if others else ""
-        text, chosen = capitalised(explain_metric(metric) + more + agree), ""
+        text, setting = capitalised(explain_metric(metric) + more + agree), ""
         choice = metric.explaining_choice
         if choice is not None:
             values = choice.reference, choice.current
-            text, chosen = explained_by(choice.name, values, text), choice.name
-        evidence, trail = metric_lines(metric), trail_of_metric(metric)
+            text, setting = explained_by(choice.name, values, text), choice.name
         return _Answer(
-            metric.divergence(), metric.cause, text, advise_metric(metric), evidence, chosen, trail
+            first=metric.divergence(),
+            cause=metric.cause,
+            text=text,
+            advice=advise_metric(metric),
+            evidence=metric_lines(metric),
+            setting=setting,
+            trail=trail_of_metric(metric),
         )
 
-    def _graph(self, known: FirstDifference) -> Graph:
+    def _graph(self, first: FirstDifference) -> Graph:
         """Return the step in which a rank first differs, with what explains it."""
-        segment, step, _, rank = known.order
-        reference, current = self.walk.reference, self.walk.current
-        difference = compare_steps(*self.walk.views(rank, segment, step))
-        record = self.walk.records.get(rank)
+        segment, step, _, rank = first.order
+        reference, current = self.pair.reference, self.pair.current
+        difference = compare_steps(*self.pair.views(rank, segment, step))
+        record = self.pair.records.get(rank)
         fit = None if record is None else record.fit(segment)
         reference_steps = reference.rank(rank).steps(segment)
         first_step = reference_steps[0] if fit is None else min(fit.compared)
@@ -505,7 +541,7 @@ class _Judge:
         last_step = (
             current.rank(rank).steps(segment)[-1] if fit is None else max(fit.compared | fit.extra)
         )
-        before = self.walk.before(segment, step)
+        before = self.pair.before(segment, step)
         may_be_unrestored = (
             fit is not None and before == "resumed" and not difference.starting("here")
         )

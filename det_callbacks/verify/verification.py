@@ -67,15 +67,17 @@ def open_reference(
         raise NotComparableError(text, Verdict.refused(str(run.path), "", text))
     require_reference(run, steps)
     manifest = run.manifest
-    known = {
+    recorded = {
         **asdict(manifest.selection),
         "replay": manifest.replay,
         "keep_tensors": manifest.keep_tensors,
     }
-    others = [name for name, value in asked.items() if _unordered(value) != _unordered(known[name])]
+    others = [
+        name for name, value in asked.items() if _unordered(value) != _unordered(recorded[name])
+    ]
     if others:
         raise SelectionError(
-            f"The reference {path} was recorded with {_shown(known, others)}, and this run asks "
+            f"The reference {path} was recorded with {_shown(recorded, others)}, and this run asks "
             f"for {_shown(asked, others)}. Leave that out to use the reference's, or record again."
         )
     for segment in run.segments if not peers.rank else ():
@@ -125,12 +127,14 @@ class Verification:
         self.metrics = MetricComparison(is_common=steps == "common")
         self.metrics.begin(0, self._readings(0))
         self._fits: list[FitRecord] = []
-        self._known: frozenset[int] = frozenset()
+        self._reference_steps: frozenset[int] = frozenset()
         self._reference_step = lru_cache(1)(partial(reference.view, peers.rank))
-        self._rows: list[EvidenceRow] = []
-        self._lasting: dict[tuple[str, ...], EvidenceRow] = {}
-        self._is_explained = self._lacks_steps = False
-        # the last step, if only its end differs; only common steps are compared
+        self._rows: list[EvidenceRow] = []  # of the steps since the last one that matches began
+        self._lasting: dict[tuple[str, ...], EvidenceRow] = {}  # settings of earlier steps
+        self._is_explained = False  # the evidence of the first step that differs is stored
+        self._lacks_steps = False
+        # the last step with its epoch and its number of differences, if only its end differs; only
+        # common steps are compared
         self._held: tuple[StepTrace, int, int, int] | None = None
         self._num_stored = self._num_unwritten = 0
         self._counter = StepCounter()
@@ -192,10 +196,10 @@ class Verification:
         self._writer.discard()
 
     def _compare_machines(self) -> tuple[EnvironmentDifference, ...]:
-        found = compare_environments(
+        differences = compare_environments(
             self.reference.manifest.environment, self._writer.manifest.environment
         )
-        return tuple(difference for difference in found if difference.is_machine)
+        return tuple(difference for difference in differences if difference.is_machine)
 
     def begin_fit(
         self, segment: int, *, is_resumed: bool = False, is_every_step: bool = True
@@ -209,7 +213,7 @@ class Verification:
             self.close(complete=False)
             raise
         self.is_resuming = is_resumed and is_every_step
-        self._known = frozenset(
+        self._reference_steps = frozenset(
             self._ranks.steps(segment).tolist() if segment in self._ranks.segments else ()
         )
         self._rows.clear()
@@ -221,29 +225,29 @@ class Verification:
 
     def end_fit(self) -> None:
         """Record which steps and metrics the fit lacks."""
-        self._lacks_steps |= self._steps == "all" and bool(self.fit.missing(self._known))
+        self._lacks_steps |= self._steps == "all" and bool(self.fit.missing(self._reference_steps))
         self.metrics.end(with_calls=False)
 
     # steps
 
     def holds(self, step: int) -> bool:
         """Return whether the reference has a step of this fit."""
-        return step in self._known
+        return step in self._reference_steps
 
     def has_later_step(self, step: int) -> bool:
         """Return whether the reference has a later step of this fit."""
-        return max(self._known, default=-1) > step
+        return max(self._reference_steps, default=-1) > step
 
     def expectation(self, step: int) -> Expectation | None:
         """Return the reference's step, if it has it."""
-        if step not in self._known:
+        if step not in self._reference_steps:
             return None
         record = self._reference_step(self.segment, step).record
         return Expectation.of(record.digests, record.program_id)
 
     def chain(self, step: int) -> int | None:
         """Return the reference's chain at a step as long as nothing differs, else None."""
-        if self.has_divergence or step not in self._known:
+        if self.has_divergence or step not in self._reference_steps:
             return None
         return self._ranks.chain(self.segment, step)
 
@@ -251,7 +255,7 @@ class Verification:
         """Return the step from which a run continues the reference, by the state with which it
         begins, and note it.
         """
-        if not self._known:
+        if not self._reference_steps:
             return None
         step = find_resumed_step(self.reference, self.rank, self.segment, state, batch)
         if step is not None:
@@ -262,12 +266,10 @@ class Verification:
         """Note state that a checkpoint did not restore as the reference's
         previous step had left it.
         """
-        if step - 1 not in self._known:
+        if step - 1 not in self._reference_steps:
             return
-        previous, current_state = (
-            self.reference.view(self.rank, self.segment, step - 1),
-            digest_state(),
-        )
+        previous = self.reference.view(self.rank, self.segment, step - 1)
+        current_state = digest_state()
         sites = [
             (site, int(previous.record.digests[at])) for at, site in state_at_end(previous.program)
         ]
@@ -288,7 +290,7 @@ class Verification:
         """Return the generators that the reference had not drawn from by the last
         recorded step before this.
         """
-        before = max((known for known in self._known if known < step), default=None)
+        before = max((at for at in self._reference_steps if at < step), default=None)
         if before is None:
             return None
         view = self.reference.view(self.rank, self.segment, before)
@@ -302,7 +304,11 @@ class Verification:
 
     def differences(self, trace: StepTrace, *, step: int) -> tuple[Divergence, ...]:
         """Return how a step differs, without counting it."""
-        return compare_steps(*self._views(trace, step)).divergences if step in self._known else ()
+        return (
+            compare_steps(*self._views(trace, step)).divergences
+            if step in self._reference_steps
+            else ()
+        )
 
     def add(self, trace: StepTrace, *, step: int, epoch: int) -> bool:
         """Compare a step; return whether it differs."""
@@ -317,7 +323,7 @@ class Verification:
         if self.is_resuming:
             self._writer.note_resumed(step)
         fit, self.is_resuming = self.fit, False
-        if step not in self._known:
+        if step not in self._reference_steps:
             if self._steps == "common":
                 return False
             fit.extra.add(step)
@@ -325,22 +331,7 @@ class Verification:
             self._store(trace, step, epoch)
             return True
         fit.compared.add(step)
-        record = self._reference_step(self.segment, step).record
-        is_same = record.program_id == trace.program.id and record.layout_id == trace.layout_id
-        if is_same and np.array_equal(record.digests, trace.digests):
-            num_compared, num_differing = len(trace.digests), 0
-        else:
-            views = self._views(trace, step)
-            num_compared, num_differing = self._counter.count(*views)
-            self.tally.reordered |= self._counter.reordered
-            if num_differing and self._steps == "common":
-                ends_early = compare_steps(*views).ends_early
-                if ends_early == "current":  # unless a step follows
-                    self._held = trace, step, epoch, num_differing
-                if ends_early == "current" or (
-                    ends_early == "reference" and step == max(self._known)
-                ):
-                    num_differing = 0
+        num_compared, num_differing = self._count(trace, step, epoch)
         self.tally.count([step], trace.program, num_compared)
         if not num_differing:
             # settings of loaders and hooks hold until the next reading
@@ -351,6 +342,26 @@ class Verification:
             return False
         self._count_differing(trace, step, epoch, num_differing)
         return True
+
+    def _count(self, trace: StepTrace, step: int, epoch: int) -> tuple[int, int]:
+        """Return how many sites both steps have, and how many divergences; none if the current run,
+        or the reference, may have ended in a common step.
+        """
+        record = self._reference_step(self.segment, step).record
+        is_same = record.program_id == trace.program.id and record.layout_id == trace.layout_id
+        if is_same and np.array_equal(record.digests, trace.digests):
+            return len(trace.digests), 0
+        views = self._views(trace, step)
+        num_compared, num_differing = self._counter.count(*views)
+        self.tally.reordered |= self._counter.reordered
+        if num_differing and self._steps == "common":
+            ends_early = compare_steps(*views).ends_early
+            if ends_early == "current":  # unless a step follows
+                self._held = trace, step, epoch, num_differing
+            is_last = step == max(self._reference_steps)
+            if ends_early == "current" or (ends_early == "reference" and is_last):
+                num_differing = 0
+        return num_compared, num_differing
 
     def _count_held(self) -> bool:
         """Count the step before as differing that only the end of the run would have explained."""

@@ -59,7 +59,7 @@ from det_callbacks import (
     observe,
 )
 from det_callbacks.cli import main
-from det_callbacks.findings.facts import fits_of
+from det_callbacks.findings.fit_summary import fits_of
 from det_callbacks.findings.table import RULES, find_findings
 from det_callbacks.runs.store import Run
 from det_callbacks.verdict import Finding, Verdict

@@ -17,7 +17,7 @@ from trainers import LIGHTNING_ADVICE
 
 from det_callbacks import compare_runs
 from det_callbacks.cli import main
-from det_callbacks.compare.numbers import first_nonfinite
+from det_callbacks.compare.nonfinite import first_nonfinite
 from det_callbacks.environment.variables import PERTURB
 from det_callbacks.errors import DivergenceError, SelectionError
 from det_callbacks.runs.store import Run

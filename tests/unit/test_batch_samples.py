@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stored_runs import append, create
 
-from det_callbacks.compare.evidence import _find_samples
+from det_callbacks.compare.evidence import _find_source
 from det_callbacks.digest.host import digest_memory, digest_rows
 from det_callbacks.runs.evidence import EvidenceRow
 from det_callbacks.runs.store import Run
@@ -73,5 +73,5 @@ def test_samples_are_from_another_step_if_the_run_has_three_quarters_of_them(
         )
     append(writer, range(3), complete=True)
     run = Run.open(tmp_path / "run")
-    change = _find_samples(run, 0, 0, 0, new_samples=samples, samples=samples)
-    assert ((change["found_at"], change["is_whole"]) if change else None) == found
+    source = _find_source(run, 0, 0, 0, new_samples=samples, samples=samples)
+    assert ((source.step, source.has_all) if source else None) == found

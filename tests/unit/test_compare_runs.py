@@ -18,7 +18,7 @@ from det_callbacks.errors import (
     ReferenceNotFoundError,
     SelectionError,
 )
-from det_callbacks.findings.facts import MAX_PROGRAMS
+from det_callbacks.findings.fit_summary import MAX_PROGRAMS
 from det_callbacks.runs import store, tables
 from det_callbacks.runs.files import stream_path
 from det_callbacks.runs.selection import Selection
@@ -261,7 +261,7 @@ def test_chains_spare_reading(tmp_path, monkeypatch, changed, at_most):
     read_one = StreamFile._read
     monkeypatch.setattr(
         "det_callbacks.verify.judge.find_findings", lambda run: ()
-    )  # which read some steps, see facts.py
+    )  # which read some steps, see fit_summary.py
     monkeypatch.setattr(
         StreamFile, "_read", lambda *arguments: read.append(arguments) or read_one(*arguments)
     )

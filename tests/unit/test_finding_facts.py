@@ -6,8 +6,8 @@ from typing import Any
 
 from stored_runs import append, create, record, resume
 
-from det_callbacks.findings import facts
-from det_callbacks.findings.facts import MIN_STEPS, fits_of
+from det_callbacks.findings import fit_summary
+from det_callbacks.findings.fit_summary import MIN_STEPS, fits_of
 from det_callbacks.findings.table import find_findings
 from det_callbacks.runs.evidence import EvidenceRow
 from det_callbacks.runs.steps import StreamFile
@@ -16,7 +16,7 @@ from det_callbacks.runs.store import Run
 
 def test_of_a_long_run_the_first_and_the_last_steps_are_read(tmp_path, monkeypatch):
     run = Run.open(record(tmp_path / "run", range(100), range(30)), check_steps=False)
-    monkeypatch.setattr(facts, "MAX_STEPS", 40)
+    monkeypatch.setattr(fit_summary, "MAX_STEPS", 40)
     read: list[Any] = []
     read_one = StreamFile._read
     monkeypatch.setattr(
@@ -34,14 +34,14 @@ def test_few_large_steps_are_read_and_few_programs(tmp_path, monkeypatch):
         append(writer, range(5 * number, 5 * number + 5), num_sites=3 + number)
     writer.close(complete=True)
     ((fit,),) = fits_of(Run.open(tmp_path / "run"))
-    assert [record.step for record in fit.records] == [*range(5 * facts.MAX_PROGRAMS)]
-    monkeypatch.setattr(facts, "MAX_BYTES", 1)
+    assert [record.step for record in fit.records] == [*range(5 * fit_summary.MAX_PROGRAMS)]
+    monkeypatch.setattr(fit_summary, "MAX_BYTES", 1)
     ((fit,),) = fits_of(Run.open(tmp_path / "run"))
     assert len(fit.records) == 2 * MIN_STEPS
 
 
 def test_the_evidence_of_the_first_steps_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(facts, "MAX_NOTED", 7)
+    monkeypatch.setattr(fit_summary, "MAX_NOTED", 7)
     writer = create(tmp_path / "run")
     for step in range(20):
         writer.put_evidence(

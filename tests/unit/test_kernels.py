@@ -268,7 +268,7 @@ def test_the_choice_of_autotuning_is_told_where_the_bits_differ(step, kernels):
     assert (
         'ran with another configuration ({"XBLOCK":64,"num_warps":4,"num_stages":1} -> '
         '{"XBLOCK":128,"num_warps":4,"num_stages":1}) and produced different bits'
-    ) in describe(found.at(row))
+    ) in describe(found.row_difference(row))
 
 
 def test_a_kernel_whose_input_something_unseen_wrote_is_no_origin(step, kernels):

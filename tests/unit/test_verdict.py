@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from verdicts import DIVERGED, DIVERGENCE, MATCH, NOT_COMPARABLE
 
-from det_callbacks.compare.numbers import next_recording
+from det_callbacks.compare.next_recording import next_recording
 from det_callbacks.runs.selection import Selection
 from det_callbacks.verdict import Verdict
 

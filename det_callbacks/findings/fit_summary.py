@@ -174,7 +174,7 @@ class FitSummary:
     @cached_property
     def batches(self) -> list[tuple[int, int, bytes]]:
         """Step, epoch and digests of each batch that holds tensors."""
-        found = []
+        batches = []
         for program, records in self.programs:
             chosen = [
                 at
@@ -182,11 +182,11 @@ class FitSummary:
                 if site.phase == "data" and site.role == "named"
             ]
             if chosen:
-                found += [
+                batches += [
                     (record.step, record.epoch, record.digests[chosen].tobytes())
                     for record in records
                 ]
-        return sorted(found)
+        return sorted(batches)
 
     @cached_property
     def steps_with_backward(self) -> list[int]:
@@ -206,15 +206,15 @@ class FitSummary:
     @cached_property
     def rows(self) -> list[EvidenceRow]:
         """The evidence that findings need, in order."""
-        found: list[EvidenceRow] = []
+        needed: list[EvidenceRow] = []
         for path in self._paths:
             end: int | None = None
             for row in read_evidence(path, run_id=self.run.manifest.run_id, keep=_is_needed):
                 end = row.step + MAX_NOTED // self._share if end is None else end
                 if row.step >= end:
                     break
-                found.append(row)
-        return found
+                needed.append(row)
+        return needed
 
     @cached_property
     def optimized(self) -> OptimizedParameters:
@@ -240,14 +240,14 @@ class FitSummary:
     def rates_since(self, step: int) -> set[float]:
         """Return all learning rates in force from a step on."""
         rates: dict[str, set[float]] = {}  # of each optimizer
-        found = set[float]()
+        in_force = set[float]()
         for row in self.rows:
             if (row.kind, row.part) == ("option", "lr"):
                 rates[row.of] = {rate for rate in json.loads(row.text) if rate is not None}
-                found |= rates[row.of] if row.step > step else set()
+                in_force |= rates[row.of] if row.step > step else set()
             if row.step <= step:
-                found = set[float]().union(*rates.values())
-        return found
+                in_force = set[float]().union(*rates.values())
+        return in_force
 
     @cached_property
     def settings(self) -> Mapping[tuple[str, str], str]:
@@ -260,28 +260,28 @@ class FitSummary:
 
     def iterations(self, loader: str) -> list[list[Drawn]]:
         """Return what a loader's sampler drew, for each iteration over the loader."""
-        found, is_at_start = list[list[Drawn]](), False
+        iterations, is_at_start = list[list[Drawn]](), False
         for row in self.rows:
             if row.moment == LOADER and row.kind == "generator":
                 if not is_at_start:
-                    found.append([])
+                    iterations.append([])
                 is_at_start = True
             elif (row.kind, row.of) == ("indices", loader):
-                if not found:
-                    found.append([])
-                found[-1].append(Drawn(step=row.step, digest=row.value, text=row.text))
+                if not iterations:
+                    iterations.append([])
+                iterations[-1].append(Drawn(step=row.step, digest=row.value, text=row.text))
                 is_at_start = False
             elif row.moment == BATCH_START:
                 is_at_start = False
-        return [drawn for drawn in found if drawn]
+        return [drawn for drawn in iterations if drawn]
 
     def generator_states(self, point: str) -> dict[str, dict[int, int]]:
         """Return the states of generators at a point of each step: name -> step -> digest."""
-        found: dict[str, dict[int, int]] = {}
+        states: dict[str, dict[int, int]] = {}
         for row in self.rows:
             if row.moment == point and row.kind == "generator":
-                found.setdefault(row.of, {})[row.step] = row.value
-        return found
+                states.setdefault(row.of, {})[row.step] = row.value
+        return states
 
     @cached_property
     def constants(self) -> set[str]:
@@ -318,8 +318,8 @@ def fits_of(run: Run) -> list[list[FitSummary]]:
                     raise damaged(path, "it is missing, although the steps of its fit are complete")
                 paths.setdefault((file.segment, rank), []).append(path)
     fits: dict[int, list[FitSummary]] = {}
-    for (segment, rank), known in sorted(paths.items()):
-        fits.setdefault(segment, []).append(FitSummary(run, rank, segment, known, share=len(paths)))
+    for (segment, rank), files in sorted(paths.items()):
+        fits.setdefault(segment, []).append(FitSummary(run, rank, segment, files, share=len(paths)))
     return [*fits.values()]
 
 
@@ -382,28 +382,28 @@ def ancestors(program: Program, positions: Iterable[int], *, phase: str) -> set[
     """Return positions, and what they followed from: through ops of this phase,
     up to the first other site.
     """
-    found, pending = set[int](), [*positions]
+    reached, pending = set[int](), [*positions]
     while pending:
         at = pending.pop()
-        if at not in found:
-            found.add(at)
+        if at not in reached:
+            reached.add(at)
             site = program.sites[at]
             pending += site.inputs if site.phase == phase else ()
-    return found
+    return reached
 
 
 def forward_readers(program: Program) -> dict[str, list[Site]]:
     """Return the ops of the forward pass that read each named tensor as it was
     before the step, by its name.
     """
-    found: dict[str, list[Site]] = {}
+    readers: dict[str, list[Site]] = {}
     for site in program.sites:
         if site.op and site.phase == "forward" and site.role == "output":
             for at in site.inputs:
                 name = held_name(program.sites[at])
                 if name is not None:
-                    found.setdefault(name, []).append(site)
-    return found
+                    readers.setdefault(name, []).append(site)
+    return readers
 
 
 def held_name(site: Site) -> str | None:
