@@ -14,7 +14,7 @@ learning rate, a size); the step keeps one digest of them per call.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from types import CodeType
@@ -300,6 +300,49 @@ class CallGraph:
             for at in positions
         ]
 
+    def advance_if_likely(
+        self,
+        func: object,
+        phase: str,
+        scope: OpScope,
+        consts: list[Any],
+        read_labels: list[int | None],
+        names: Sequence[Any],
+        num_outputs: int,
+        keywords: Collection[str] = (),
+    ) -> CallNode | None:
+        """Go to the likely call and return it if it is this one, with these numbers; else stay and
+        return None.
+
+        The arguments are those of ``Call``. Phase and scope are compared by identity, which is
+        enough: ``go_to`` finds an equal call.
+        """
+        node = self.at.likely
+        if (
+            node is not None
+            and node.func is func
+            and node.read_labels == read_labels
+            and node.scope is scope
+            and node.phase is phase
+            and node.names == names
+            and node.num_outputs == num_outputs
+            and node.shared.last_step != self.step_number  # not yet in this step
+            and (not keywords or node.keywords == tuple(keywords))
+            and (
+                (
+                    node.consts == consts
+                    and (node.exact_repr is None or node.exact_repr == repr(consts))
+                )
+                or self.match_and_store_numbers(node, consts)
+            )
+        ):
+            node.previous = self.at
+            node.shared.last_step = self.step_number
+            self.at = node
+            self.labels += node.shared.labels
+            return node
+        return None
+
     def step_to(
         self,
         func: object,
@@ -319,14 +362,9 @@ class CallGraph:
         ``go_to``, and ``edges`` as in ``labels_of``.
         """
         labels = self.labels_of(positions, len(self.labels), edges)
-        node = self.at.likely
-        if (
-            node is not None
-            and node.shared.last_step != self.step_number
-            and node.equals_except_consts(func, phase, scope, labels, names, num_outputs)
-            and self.match_and_store_numbers(node, consts)
-        ):
-            return self._advance(node)
+        node = self.advance_if_likely(func, phase, scope, consts, labels, names, num_outputs)
+        if node is not None:
+            return node
         return self.go_to(
             Call(func, phase, scope, consts, labels, [*names], num_outputs), positions, build
         )
@@ -382,13 +420,13 @@ class CallGraph:
         return self._advance(node)
 
     def _advance(self, node: CallNode) -> CallNode:
-        """Set the current call to a node; ``Recorder.op``, ``UndigestedOps._touch`` and
+        """Set the current call to a node; ``advance_if_likely``, ``UndigestedOps._touch`` and
         ``recorder.cpp`` do the same without this call.
         """
         node.previous = self.at
         node.shared.last_step = self.step_number
-        self.labels += node.shared.labels
         self.at = node
+        self.labels += node.shared.labels
         return node
 
     def _give_rows(self, node: CallNode) -> None:
