@@ -196,14 +196,14 @@ class CallNode:
             and self.keywords == keywords
         )
 
-    def takes(self, consts: list[Any]) -> bool:
+    def equals_except_numbers(self, consts: list[Any]) -> bool:
         """Return whether these arguments equal the node's, apart from numbers."""
         if len(self.consts) != len(consts):
             return False
-        for index, (known, value) in enumerate(zip(self.consts, consts, strict=True)):
-            is_same = known.__class__ is value.__class__ and known == value
+        for index, (own, value) in enumerate(zip(self.consts, consts, strict=True)):
+            is_same = own.__class__ is value.__class__ and own == value
             if is_same and self.exact_repr is not None:
-                is_same = repr(known) == repr(value)
+                is_same = repr(own) == repr(value)
             if not (is_number(value) if index in self.number_indices else is_same):
                 return False
         return True
@@ -270,7 +270,7 @@ class CallGraph:
         # hash of op, place, reads and names -> calls, those that differ only in numbers together
         self._calls: dict[int, list[_OncePerStep[CallNode]]] = {}
         self._site_rows: dict[Site, SiteRow] = {}
-        self._alike: dict[Hashable, _RowGroup] = {}  # by op, place and rows
+        self._row_groups: dict[Hashable, _RowGroup] = {}  # by op, place and rows
         self._programs: OrderedDict[tuple[CallNode, ...], Program] = OrderedDict()
         # whether a call since the last program was not the likely one
         self._left_the_likely_path = True
@@ -296,8 +296,12 @@ class CallGraph:
         if any(edges):
             positions = [*positions, *rowwise(edges)]
         return [
-            at if at is None else labels[at] if at < first_site else first_site - 1 - at
-            for at in positions
+            None
+            if position is None
+            else labels[position]
+            if position < first_site
+            else first_site - 1 - position
+            for position in positions
         ]
 
     def advance_if_likely(
@@ -389,16 +393,18 @@ class CallGraph:
         """
         func, phase, scope, consts, read_labels, names, num_outputs, keywords = call
         hash_key = hash((func, phase, scope, tuple(read_labels), tuple(names)))
-        known = self._calls.setdefault(hash_key, [])
-        lines = None if source is None or read_labels or scope.recomputed or not known else source()
-        for equal in known:
+        candidates = self._calls.setdefault(hash_key, [])
+        lines = None
+        if source is not None and candidates and not read_labels and not scope.recomputed:
+            lines = source()
+        for equal in candidates:
             first = equal.members[0]
             if (
                 first.equals_except_consts(
                     func, phase, scope, read_labels, names, num_outputs, keywords
                 )
                 and (lines is None or first.source == lines)
-                and first.takes(consts)
+                and first.equals_except_numbers(consts)
             ):
                 break
         else:
@@ -411,7 +417,7 @@ class CallGraph:
             node.read_positions = ()
             self._give_rows(node)
             if not equal.members:
-                known.append(equal)
+                candidates.append(equal)
             equal.members.append(node)
         else:
             self.match_and_store_numbers(node, consts)
@@ -439,7 +445,11 @@ class CallGraph:
         node.num_read = tuple(map(len, edges))
         first, own = len(self.labels), shared.labels
         node.edge_labels = tuple(
-            [self.labels[at] if at < first else own[at - first] for one in edges for at in one]
+            [
+                self.labels[position] if position < first else own[position - first]
+                for positions in edges
+                for position in positions
+            ]
         )
         if shared.rows and node.source not in self._sources:
             self._sources[node.source] = node.source
@@ -455,9 +465,9 @@ class CallGraph:
         rows, key = node.shared.rows, node.group_key
         if not rows:
             return node.shared
-        alike = self._alike.get(key)
-        if alike is None:
-            alike = self._alike[key] = _RowGroup(is_named=any(row.site.name for row in rows))
+        group = self._row_groups.get(key)
+        if group is None:
+            group = self._row_groups[key] = _RowGroup(is_named=any(row.site.name for row in rows))
         read_labels = [label for label in node.read_labels if label is not None and label >= 0]
         likely = self.at.likely
         if (
@@ -467,15 +477,15 @@ class CallGraph:
         ):
             shared: SharedRows | None = likely.shared
         else:
-            shared = alike.unused(self.step_number, node.phase, read_labels)
+            shared = group.unused(self.step_number, node.phase, read_labels)
         if shared is None:
             shared = SharedRows(
                 rows=rows, labels=range(self._num_labels, self._num_labels + len(rows))
             )
             self._num_labels += len(rows)
-            alike.every.members.append(shared)
-        for label in read_labels if not alike.is_named else ():
-            alike.readers.setdefault(label, _OncePerStep()).members.append(shared)
+            group.every.members.append(shared)
+        for label in read_labels if not group.is_named else ():
+            group.readers.setdefault(label, _OncePerStep()).members.append(shared)
         return shared
 
     def _row_of(self, site: Site) -> SiteRow:
@@ -493,7 +503,7 @@ class CallGraph:
         """
         if node.consts == consts and (node.exact_repr is None or node.exact_repr == repr(consts)):
             return True
-        if not node.number_indices or not node.takes(consts):
+        if not node.number_indices or not node.equals_except_numbers(consts):
             return False
         self.set_numbers(node, consts)
         return True
@@ -575,7 +585,7 @@ class CallGraph:
 
 def rowwise(edges: Iterable[Sequence[int]]) -> list[int | None]:
     """Return what several rows read as one list, with None after each row."""
-    return [at for one in edges for at in (*one, None)]
+    return [position for positions in edges for position in (*positions, None)]
 
 
 def is_number(value: Any) -> bool:
