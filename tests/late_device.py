@@ -24,8 +24,8 @@ from det_callbacks.digest.host import digest_memory
 from det_callbacks.digest.triton_digest import Choice, Span
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.trace.components import address_of
+from det_callbacks.trace.deferred_sites import DeferredSites
 from det_callbacks.trace.recorder import Recorder
-from det_callbacks.trace.sites import DeferredSites
 
 _FETCHES = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__")
 

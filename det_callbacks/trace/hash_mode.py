@@ -27,24 +27,29 @@ from det_callbacks.trace.components import holds_data
 from det_callbacks.trace.dispatch import TAKE_APART, DispatchMode
 from det_callbacks.trace.leaves import Entry, StateWalker, states_of_parameters
 from det_callbacks.trace.named_sites import ModuleOutputs, Samples, record_batch
-from det_callbacks.trace.optimizers import OptimizerPhases, in_phase
+from det_callbacks.trace.optimizers import OptimizerPhases, in_phase, parameters_of
 from det_callbacks.trace.places import has_address
 from det_callbacks.trace.recorder import Recorder
 
 
 class Interceptor(DispatchMode):
+    """The dispatch mode that passes the ops of a thread, and of the autograd engine, to a recorder.
+
+    If no mode is below it, native code sees the ops first.
+    """
+
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder: Recorder | None = None
-        # a mode below sees no native kernel
-        self._native = None if num_dispatch_modes() else recorder.native
+        self._has_modes_below = num_dispatch_modes() > 0
+        # a mode below does not see the ops that native code runs
+        self._native = None if self._has_modes_below else recorder.native
         self._is_entered = False
         self.recorder = recorder
         self._captures = recorder.captures.captured
         self._running_regions = recorder.places.running_regions
         self._lock = recorder.step.lock
         self._plans, self._program = recorder.plans, recorder.plans.program
-        self._has_modes_below = num_dispatch_modes() > 0
 
     @property
     def recorder(self) -> Recorder | None:
@@ -53,9 +58,10 @@ class Interceptor(DispatchMode):
 
     @recorder.setter
     def recorder(self, recorder: Recorder | None) -> None:
-        for one in (self._recorder, recorder):
-            if one is not None:
-                one.step.deferred.see_writes(one is recorder)
+        if self._recorder is not None:
+            self._recorder.step.deferred.see_writes(False)
+        if recorder is not None:
+            recorder.step.deferred.see_writes(True)
         self._recorder = recorder
         self._share()
 
@@ -211,7 +217,9 @@ class HashMode:
     def sketch(self) -> tuple[int, ...]:
         """The sketch of the largest samples in the last finished step's batch."""
         largest = max(
-            self._samples, key=lambda one: (one.sketch != (), one.num_bytes), default=None
+            self._samples,
+            key=lambda samples: (samples.sketch != (), samples.num_bytes),
+            default=None,
         )
         return () if largest is None else largest.sketch
 
@@ -398,9 +406,7 @@ class HashMode:
 
     @hidden
     def _record_gradients(self, optimizer: Optimizer) -> None:
-        parameters = [
-            parameter for group in optimizer.param_groups for parameter in group["params"]
-        ]
+        parameters = parameters_of(optimizer)
         names = self.recorder.places.parameter_names
         entries: list[Entry] = [
             (f"grad of {names.get(id(parameter)) or f'parameter {number}'}", parameter.grad)

@@ -40,10 +40,11 @@ from det_callbacks.trace.components import (
     holds_data,
     unwrapped,
 )
+from det_callbacks.trace.deferred_sites import DeferredSites
 from det_callbacks.trace.generators import GeneratorTrail, process_generators
 from det_callbacks.trace.leaves import Entry, is_constant, leaves
 from det_callbacks.trace.places import Addresses, Places, addresses_of, has_address
-from det_callbacks.trace.sites import DeferredSites, SpecialName
+from det_callbacks.trace.sites import SpecialName
 from det_callbacks.trace.step import Step
 from det_callbacks.trace.storages import PartialWrites
 
@@ -278,15 +279,15 @@ def _by_row(reads: Iterable[int | None]) -> list[list[int]]:
     """Return the sorted reads of each row, each once, from a list that
     ``rowwise`` could have made.
     """
-    found: list[list[int]] = []
-    positions: set[int] = set()
-    for at in reads:
-        if at is None:
-            found.append(sorted(positions))
-            positions = set()
+    rows: list[list[int]] = []
+    row: set[int] = set()
+    for position in reads:
+        if position is None:
+            rows.append(sorted(row))
+            row = set()
         else:
-            positions.add(at)
-    return found
+            row.add(position)
+    return rows
 
 
 class ModuleOutputs:
@@ -339,9 +340,10 @@ class ModuleOutputs:
 
     @hidden
     def _record_gradient(
-        self, token: object, module: str, name: str, number: int | None, given: Any
+        self, token: object, module: str, name: str, number: int | None, gradients: Any
     ) -> None:
-        gradient: Tensor | None = given if number is None else given[number]
+        """Record what the hook of a tensor (``number`` is None) or of a node gets."""
+        gradient: Tensor | None = gradients if number is None else gradients[number]
         # None is a zero gradient that autograd did not materialise
         if (
             gradient is not None
@@ -367,14 +369,14 @@ class Samples:
 
 
 def record_batch(
-    step: Step, named: NamedSites, batch: Any, found: list[Samples], name_of_batch: str = "batch"
+    step: Step, named: NamedSites, batch: Any, samples: list[Samples], name_of_batch: str = "batch"
 ) -> None:
     """Record the tensors of a batch (phase data), each of 2 to 1,024 samples with an
     order-independent digest of these.
 
-    Opaque objects are recorded by their type. Appends the samples of the tensors to ``found``,
-    which samples on a device enter when the step is settled; those of 1, 2, 4 or 8 bytes, which
-    have no sketch, never do.
+    Opaque objects are recorded by their type. Appends to ``samples`` those of each tensor; of a
+    tensor on a device only when the step is settled, and never if they have 1, 2, 4 or 8 bytes,
+    since they have no sketch.
     """
     entries: list[Entry | DerivedEntry] = []
     unread: dict[str, str] = {}
@@ -383,7 +385,7 @@ def record_batch(
         if issubclass(type(value), Tensor | int | float):
             entries.append((name, value))
             if _has_samples(value):
-                bits = _digest_samples(step.deferred, value, found)
+                bits = _digest_samples(step.deferred, value, samples)
                 if value.shape[0] > 1:
                     entries.append((SpecialName("samples", name), Derived(bits, step.layouts.none)))
         elif not is_constant(value):
@@ -407,6 +409,7 @@ def tensor_of_array(array: np.ndarray) -> Any:
 
 
 def _has_samples(value: Any) -> TypeGuard[Tensor]:
+    """Return whether the rows of a tensor are digested one by one."""
     if (
         not isinstance(value, Tensor)
         or has_parts(value)
@@ -423,16 +426,19 @@ def _has_samples(value: Any) -> TypeGuard[Tensor]:
     )
 
 
-def _digest_samples(deferred: DeferredSites, tensor: Tensor, found: list[Samples]) -> Bits:
+def _digest_samples(deferred: DeferredSites, tensor: Tensor, samples: list[Samples]) -> Bits:
+    """Return the digest of a tensor's samples, and append them to ``samples`` as ``record_batch``
+    does.
+    """
     if not deferred.is_deferred(tensor):
-        found.append(samples_of(tensor))
-        return found[-1].digest
+        samples.append(samples_of(tensor))
+        return samples[-1].digest
     size = tensor.numel() // tensor.shape[0] * tensor.itemsize
     if size in _WORD_SIZES:
         copy = deferred.fetch(tensor)
         return derived((), lambda _: samples_of(copy).digest)
     rows = deferred.digest_rows(tensor)
-    deferred.ask(rows, lambda digests: found.append(_of_digests(digests, size)))
+    deferred.when_known(rows, lambda digests: samples.append(_of_digests(digests, size)))
     return derived(rows, lambda digests: _of_digests(digests, size).digest)
 
 

@@ -28,7 +28,7 @@ from det_callbacks.trace.compiled.replaced import REPLACED
 from det_callbacks.trace.components import (
     PLAIN,
     STRIDED,
-    Parts,
+    ArgumentParts,
     address_of,
     describe_parts,
     parts_of_arguments,
@@ -400,7 +400,7 @@ class Recorder:
         first_output = position = len(digests)
         slots, ledger = step.layouts.slots, step.ledger
         writers, is_fresh = ledger.writers, plan.is_functional
-        parts_read: Parts = ()
+        parts_read: ArgumentParts = ()
         if node.phase == "forward":  # whose parts determine those of the other phases
             parts_read = parts_of_arguments(args, kwargs, self.places.names.offset_in)
         for output in outputs:
@@ -448,7 +448,7 @@ class Recorder:
             _make_layout=partial(step.layouts.layout, indices),
         )
 
-    def _append_special(self, output: Any, parts: Parts, *, is_fresh: bool) -> None:
+    def _append_special(self, output: Any, parts: ArgumentParts, *, is_fresh: bool) -> None:
         """Append a number, or a tensor that is not an ordinary strided one.
 
         A fresh tensor (sparse, a wrapper) may wrap existing tensors,
