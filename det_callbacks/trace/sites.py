@@ -62,26 +62,8 @@ def build_op(
     output_names = [
         name or gradient_name for name in names_of_written(places, node.phase, plan, outputs)
     ]
+    varying, arguments = _describe_arguments(graph, plan, args, kwargs, node)
     by_output = read.positions_read_by_output(plan, args, kwargs, len(outputs))
-    argument_names = list(_names_of_arguments(plan, args, kwargs))
-    numbers: list[int] = []
-    constants: dict[str, Any] = {}
-    for index, (argument, value) in enumerate(zip(argument_names, node.consts, strict=True)):
-        if is_number(value):
-            numbers.append(index)
-        else:
-            constants[argument] = value
-    passed = {*plan.argument_names[: len(args)], *kwargs}
-    constants.update((name, value) for name, value in plan.defaults.items() if name not in passed)
-    node.number_indices = tuple(numbers)
-    if plan.number_arguments:
-        bases = [name.partition("[")[0] for name in argument_names]
-        node.any_number_indices = tuple(
-            index for index, base in enumerate(bases) if base in plan.number_arguments
-        )
-    graph.set_numbers(node, node.consts)
-    varying = tuple([argument_names[index] for index in numbers])
-    arguments = arguments_json(constants)
     read_by_call = sorted({position for position in node.read_positions if position is not None})
     common: dict[str, Any] = {
         "phase": node.phase,
@@ -102,6 +84,36 @@ def build_op(
         sites.append(Site(output=index, role=role, arguments=arguments, **subject, **common))
         edges.append(read_by_call if by_output is None else sorted(set(by_output[index])))
     node.sites, node.edges = tuple(sites), edges
+
+
+def _describe_arguments(
+    graph: CallGraph,
+    plan: OpPlan,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    node: CallNode,
+) -> tuple[tuple[str, ...], str]:
+    """Set which arguments of a new node are numbers; return their names, and the other arguments
+    as JSON (``Site.varying`` and ``Site.arguments``).
+    """
+    names = list(_names_of_arguments(plan, args, kwargs))
+    numbers: list[int] = []
+    constants: dict[str, Any] = {}
+    for index, (name, value) in enumerate(zip(names, node.consts, strict=True)):
+        if is_number(value):
+            numbers.append(index)
+        else:
+            constants[name] = value
+    passed = {*plan.argument_names[: len(args)], *kwargs}
+    constants.update((name, value) for name, value in plan.defaults.items() if name not in passed)
+    node.number_indices = tuple(numbers)
+    if plan.number_arguments:
+        bases = [name.partition("[")[0] for name in names]
+        node.any_number_indices = tuple(
+            index for index, base in enumerate(bases) if base in plan.number_arguments
+        )
+    graph.set_numbers(node, node.consts)
+    return tuple([names[index] for index in numbers]), arguments_json(constants)
 
 
 def names_of_written(

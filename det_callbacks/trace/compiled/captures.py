@@ -14,7 +14,7 @@ class GraphCaptures:
 
     def __init__(self, step: Step, places: Places) -> None:
         self._step, self._places = step, places
-        # ids of captured graphs; hash_mode.py and native.py hold this set, so it is never replaced
+        # ids of captured graphs; listener.py and native.py hold this set, so it is never replaced
         self.captured: set[int] = set()
 
     def clear(self) -> None:
