@@ -305,7 +305,7 @@ class Expectation:
     program_id: int | None = None
     unseen_writes: set[int] = field(default_factory=set)
     checks_left: int = MAX_INPUT_CHECKS
-    looked_at: set[int] = field(default_factory=set)  # the sites whose inputs were digested again
+    checked_sites: set[int] = field(default_factory=set)  # their inputs were digested again
     # whether an op that differs without reading a difference was not checked
     is_incomplete: bool = False
     _all: frozenset[int] | None = None  # all digests, when first needed
@@ -346,4 +346,4 @@ class Expectation:
         In another program, the comparison may find differences at other sites than ``differs``.
         """
         is_exact = program_id == self.program_id and not self.is_incomplete
-        return None if is_exact else frozenset(self.looked_at)
+        return None if is_exact else frozenset(self.checked_sites)

@@ -89,6 +89,7 @@ class HashMode:
         return mode
 
     def _open(self, model: nn.Module | None, selection: Selection, *, base_phase: str) -> None:
+        """Initialise the mode; ``__init__`` and ``for_training`` share this."""
         self.selection = selection
         self.trace: StepTrace | None = None
         self.is_off = False

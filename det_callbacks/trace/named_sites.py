@@ -93,6 +93,9 @@ class NamedSites:
 
         ``label`` distinguishes groups at the same place. Their module is ``owner``, or is taken
         from each name. If ``is_writer``, later ops that read the tensors read these sites.
+
+        A group has hundreds of tensors, so the loop calls no function for an ordinary one, and
+        ``digest_spans`` digests them together.
         """
         if self._captures.skips():
             return {}

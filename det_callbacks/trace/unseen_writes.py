@@ -101,7 +101,7 @@ class UnseenWriteCheck:
         ):
             return
         if differing and expected.spend_check(differing):
-            expected.looked_at.update(outputs)
+            expected.checked_sites.update(outputs)
             if was_changed or any(map(self._is_changed, _ordinary(tensors()))):
                 expected.unseen_writes.update(outputs)
         elif waiting:
@@ -130,7 +130,7 @@ class UnseenWriteCheck:
             for site in differing
             if site not in reads_difference and expected.spend_check([digests[site]])
         ]
-        expected.looked_at.update(checked)
+        expected.checked_sites.update(checked)
         writers = {site: program.read_by(site) for site in checked}
         changed = self._changed_since_written({at for read in writers.values() for at in read})
         expected.unseen_writes.update(
