@@ -96,8 +96,8 @@ class BackwardMap:
                 nodes.setdefault(number - 1, [call])
 
     def register_op(self, func: object, plan: OpPlan, phase: str, scope: OpScope) -> None:
-        """Register the running op for a mode that has no call graph. The mode may stay open for
-        many steps, so forget old nodes.
+        """Register the running op for a mode that has no call graph, and forget old nodes, since
+        the mode may stay open for many steps.
         """
         may_own_node = scope.recomputed if phase == "backward" else self.is_unclaimed()
         if phase == "optimizer" or not (torch.is_grad_enabled() or may_own_node):
@@ -152,9 +152,9 @@ class BackwardMap:
         call.codes = self._stacks.setdefault(tuple(map(id, codes)), codes)
         task = graph_task_id()
         modules = [
-            call.scope.module
-            for call in reversed(self._modules.stack)
-            if call.backward_pass == task
+            running.scope.module
+            for running in reversed(self._modules.stack)
+            if running.backward_pass == task
         ]
         modules.append("" if task == -1 else self._caller_of(repeated_region()))
         call.running_modules = tuple(modules)
@@ -241,8 +241,8 @@ def _writer_before(nodes: _Nodes, number: int) -> OpScope:
 def _scope_of_maker(call: CallNode, name: str, *, is_cached: bool) -> OpScope:
     """Return the scope of the call that made a node of this name, as ``aten.mm`` makes MmBackward0.
 
-    ``is_cached`` keeps it for ``_scope_of_node``, which looks there first. That is for a node with
-    the number of its call.
+    If ``is_cached``, it is kept for ``_scope_of_node``, which looks there first; only for a node
+    that has the number of its call.
     """
     scope = _scope_of_call(call)
     if is_cached:

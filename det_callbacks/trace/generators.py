@@ -168,8 +168,8 @@ class GeneratorLog:
     @hidden
     def mark(self, moment: str, *, with_seeds: bool = False) -> None:
         """Note the states of all generators; during a capture, without those of devices."""
-        held = ((name, held) for name, held in self.held.items() if is_readable(held))
-        for name, generator in (*process_generators(), *held):
+        further = [(name, held) for name, held in self.held.items() if is_readable(held)]
+        for name, generator in (*process_generators(), *further):
             self.note(moment, "generator", name, value=self._reader.read(name, generator))
             if with_seeds and isinstance(generator, Generator):
                 self.note(

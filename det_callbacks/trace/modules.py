@@ -214,8 +214,11 @@ class ModuleStack:
         return self._here.is_own is False
 
     def return_to_stack(self) -> None:
-        innermost = self.stack[-1][1:] if self.stack else (NOWHERE, -1, False)
-        self.current, self.backward_pass, self.is_recomputed = innermost
+        """Make the innermost running module the current one again."""
+        if self.stack:
+            _, self.current, self.backward_pass, self.is_recomputed = self.stack[-1]
+        else:
+            self.current, self.backward_pass, self.is_recomputed = NOWHERE, -1, False
 
     @runs_uncompiled  # in a compiled hook, is_compiling() would be True forever
     def enter(self, module: nn.Module, _args: tuple[Any, ...]) -> None:

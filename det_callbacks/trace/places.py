@@ -1,8 +1,8 @@
 """What an op belongs to: its phase, module, and the names of its tensors.
 
-The recorder counts the modules that other threads of a step call, and does not record them, nor the
-backward pass through their outputs. Which thread runs first is a matter of timing, and so is the
-order of their autograd nodes: the engine sorts nodes by numbers that each thread counts separately.
+The recorder only counts the modules that other threads of a step call, and the ops of the backward
+pass through their outputs. Which thread runs first is a matter of timing, and so is the order of
+their autograd nodes: the engine sorts nodes by numbers that each thread counts separately.
 """
 
 from collections.abc import Callable, Iterable
