@@ -24,8 +24,8 @@ from det_callbacks.digest.host import digest_memory
 from det_callbacks.digest.triton_digest import Choice, Span
 from det_callbacks.digest.unobserved import unobserved
 from det_callbacks.trace.components import address_of
+from det_callbacks.trace.deferred_sites import DeferredSites
 from det_callbacks.trace.recorder import Recorder
-from det_callbacks.trace.sites import DeferredSites
 
 _FETCHES = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__")
 
@@ -48,7 +48,7 @@ class LateDevice:
     def __init__(self, mask: int = 0) -> None:
         self.mask = mask
         self.num_launched: list[int] = []
-        self.num_unheld = 0
+        self.num_skipped = 0
         self.num_collected = 0
         # where something waited for the device within a step: must stay empty
         self.waits: list[str] = []
@@ -64,10 +64,10 @@ class LateDevice:
         self.orders.append((self.current, stream))
 
     def launch(
-        self, spans: Sequence[Span], stream: Hashable, unheld: Set[int] = frozenset()
+        self, spans: Sequence[Span], stream: Hashable, skip_record_stream: Set[int] = frozenset()
     ) -> list[torch.Tensor]:
         self.num_launched.append(len(spans))
-        self.num_unheld += sum(storage._cdata in unheld for storage, _, _ in spans)
+        self.num_skipped += sum(storage._cdata in skip_record_stream for storage, _, _ in spans)
         return [bytes_of(span).clone() for span in spans]
 
     def collect(self, launched: Sequence[list[torch.Tensor]]) -> list[int]:

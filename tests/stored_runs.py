@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from det_callbacks.runs.evidence import EvidenceRow
-from det_callbacks.runs.lock import Peers
 from det_callbacks.runs.manifest import read_manifest
+from det_callbacks.runs.peers import Peers
 from det_callbacks.runs.program import Layout, Program, Site, TensorLayout
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.store import Run

@@ -273,7 +273,7 @@ class BitwiseEquivalenceMode:
             self.places.backward.note_unseen()
             return func(*args, **kwargs)
         phase, scope = self.places.now()
-        self.places.backward.note(func, plan, phase, scope)
+        self.places.backward.register_op(func, plan, phase, scope)
         special: list[Any] = [kind for kind in types if kind not in PLAIN]
         if any(issubclass(kind, FakeTensor | FunctionalTensor) for kind in special):
             reason = reason or "no_data"

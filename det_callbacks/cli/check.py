@@ -51,7 +51,7 @@ from det_callbacks.runs.files import (
     read_file,
     writing,
 )
-from det_callbacks.runs.lock import loses_steps, replace_run
+from det_callbacks.runs.replacement import loses_steps, replace_run
 from det_callbacks.runs.selection import Selection, as_patterns
 from det_callbacks.runs.store import Run, remove_run, remove_verification
 from det_callbacks.verdict import EXIT_CODES, Verdict

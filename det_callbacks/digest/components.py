@@ -80,8 +80,8 @@ def digest_tensor(tensor: torch.Tensor) -> int:
 
 
 def digest_output(tensor: torch.Tensor) -> int:
-    """Return ``digest_tensor``, but of a dense tensor in memory order:
-    a copy costs five digests.
+    """Return the digest of a dense tensor's elements in memory order; of other tensors, that of
+    ``digest_tensor``. A copy in row-major order would take as long as five digests.
     """
     return value_of(tensor_bits(tensor, None, memory_order=True), {})
 
@@ -105,13 +105,16 @@ def digest_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
     """
     deferred = DeferredDigests()
     with unobserved():
-        found = [
+        spans_or_bits = [
             _span(tensor, False) or _digest(tensor, deferred, memory_order=False)
             for tensor in tensors
         ]
-    in_place = iter(digest_spans([span for span in found if isinstance(span, tuple)]))
+    in_place = iter(digest_spans([each for each in spans_or_bits if isinstance(each, tuple)]))
     known = deferred.finish()
-    return [next(in_place) if isinstance(bits, tuple) else value_of(bits, known) for bits in found]
+    return [
+        next(in_place) if isinstance(each, tuple) else value_of(each, known)
+        for each in spans_or_bits
+    ]
 
 
 def _span(tensor: torch.Tensor, memory_order: bool) -> tuple[int, int] | None:
@@ -169,6 +172,7 @@ def _digest(tensor: torch.Tensor, deferred: DeferredDigests | None, *, memory_or
 
 
 def _plain(tensor: torch.Tensor, memory_order: bool) -> torch.Tensor:
+    """Return a strided tensor whose memory holds the elements in the requested order."""
     if is_zero_tensor(tensor):
         plain = tensor.clone()
     else:
@@ -185,6 +189,7 @@ def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _components(tensor: torch.Tensor, deferred: DeferredDigests | None) -> list[Bits] | None:
+    """Return the digests of what a tensor consists of, or None for an ordinary strided one."""
     parts: Sequence[torch.Tensor]
     ends: list[Bits] = []
     is_plain = type(tensor) in _PLAIN_TYPES
@@ -257,8 +262,10 @@ def inner_tensors(wrapper: torch.Tensor) -> list[torch.Tensor]:
 def _combine(components: Sequence[Bits]) -> Bits:
     if len(components) == 1:
         return components[0]
-    known = [bits for bits in components if isinstance(bits, int)]
-    return _combined(known) if len(known) == len(components) else derived(components, _combined)
+    digests = [bits for bits in components if isinstance(bits, int)]
+    if len(digests) < len(components):
+        return derived(components, _combined)
+    return _combined(digests)
 
 
 def _combined(components: Sequence[int]) -> int:
@@ -282,6 +289,7 @@ def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def _require_data(tensor: torch.Tensor) -> None:
+    """Raise TypeError for what has no elements to digest."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"cannot digest a {type(tensor).__qualname__}: it is not a tensor")
     is_wrapped = is_transformed(tensor)
@@ -292,7 +300,8 @@ def _require_data(tensor: torch.Tensor) -> None:
         "meta": tensor.is_meta and not is_wrapper(tensor),
         "batched (vmap)": is_wrapped and not is_grad_tracking(tensor),
     }
-    for kind in (kind for kind, is_so in kinds.items() if is_so):
+    kind = next((kind for kind, is_so in kinds.items() if is_so), None)
+    if kind is not None:
         raise TypeError(
             f"a {kind} tensor is not data: it has no elements to digest; take the digest of real "
             "tensors, outside tracing, transforms and deferred initialisation"
@@ -319,8 +328,8 @@ def require_storage(tensor: torch.Tensor) -> None:
 def measure_tensors(reference: torch.Tensor, current: torch.Tensor) -> Measure:
     """Return by how much two strided tensors of one shape differ; both are copied to the host."""
     if any(
-        one.layout is not torch.strided or one.is_quantized or one.is_nested
-        for one in (reference, current)
+        tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested
+        for tensor in (reference, current)
     ):
         raise ValueError("only ordinary strided tensors have numbers; compare the inner tensors")
     if reference.shape != current.shape or reference.dtype != current.dtype:
@@ -430,16 +439,16 @@ def digest_state(state: nn.Module | Mapping[Any, Any]) -> StateDigest:
 
 def _digests(entries: list[_Entry]) -> list[int]:
     deferred = DeferredDigests()
-    found: list[Bits] = []
+    digests: list[Bits] = []
     for name, value in entries:
         try:
-            found.append(
+            digests.append(
                 tensor_bits(value, deferred) if isinstance(value, Tensor) else _digest_number(value)
             )
         except TypeError as error:
             raise TypeError(f"{name}: {error}") from error
     known = deferred.finish()
-    return [value_of(bits, known) for bits in found]
+    return [value_of(bits, known) for bits in digests]
 
 
 def _digest_number(value: bool | int | float) -> int:
@@ -449,6 +458,7 @@ def _digest_number(value: bool | int | float) -> int:
 
 
 def _of_mapping(tree: Any, name: str = "", depth: int = 0) -> Iterator[_Entry]:
+    """Yield the tensors and numbers of a nested structure; see ``digest_state``."""
     if isinstance(tree, Tensor | bool | int | float):
         yield name, tree
         return

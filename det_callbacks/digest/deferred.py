@@ -25,6 +25,8 @@ Known = dict[torch.device, list[int]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeferredBits:
+    """A digest that ``value_of`` computes from the digests of devices, once these are known."""
+
     value: Callable[[Known], int]
 
 
@@ -74,7 +76,7 @@ class DigestQueue:
                 self.flush()
             self._stream = stream
             self._pending.append((storage, offset, num_bytes))
-            self._places.add(storage_address(storage))
+            self._pending_addresses.add(storage_address(storage))
             self._num_bytes += num_bytes
             self._num_added += 1
             if self._num_bytes > self._max_bytes:
@@ -85,12 +87,12 @@ class DigestQueue:
         """Launch what waits if a waiting span is in this storage,
         which is about to change or be freed.
         """
-        place = storage_address(storage)
+        address = storage_address(storage)
         with self._lock:  # another thread may be launching
-            if place in self._places:
+            if address in self._pending_addresses:
                 self.flush()
-            if place in self._readers:
-                self._wait_for(self._readers.pop(place))
+            if address in self._readers:
+                self._wait_for(self._readers.pop(address))
 
     def before_any_write(self) -> None:
         """Launch what waits, and have the current stream wait until all spans are read."""
@@ -103,9 +105,10 @@ class DigestQueue:
 
     def skip_record_stream_for(self, storage: torch.UntypedStorage) -> None:
         """Do not report reads of a storage to the allocator until ``discard``."""
-        self._unheld.add(storage_address(storage))
+        self._skip_record_stream.add(storage_address(storage))
 
     def flush(self) -> None:
+        """Launch the digests of all waiting spans."""
         with self._lock:
             self._require_whole()
             if not self._pending:
@@ -120,7 +123,9 @@ class DigestQueue:
                         "was taken; call before_write with a storage before it is freed or resized"
                     )
             with unobserved():
-                self._launched.append(self._method.launch(pending, stream, frozenset(self._unheld)))
+                self._launched.append(
+                    self._method.launch(pending, stream, frozenset(self._skip_record_stream))
+                )
             if stream is not None:
                 for storage, _, _ in pending:
                     self._readers.setdefault(storage_address(storage), {})[stream] = None
@@ -142,7 +147,7 @@ class DigestQueue:
         """Start over without the digests, after an exception."""
         with self._lock:
             self._forget_pending()
-            self._unheld: set[int] = set()
+            self._skip_record_stream: set[int] = set()
             self._launched: list[Any] = []
             self._num_added = 0
             self._is_broken = False
@@ -155,7 +160,7 @@ class DigestQueue:
 
     def _forget_pending(self) -> None:
         self._pending: list[Span] = []
-        self._places: set[int] = set()
+        self._pending_addresses: set[int] = set()
         self._num_bytes = 0
         self._stream = None
 
@@ -182,6 +187,7 @@ class DeferredDigests:
         self._forget_copies()
 
     def computes_on(self, device: torch.device) -> bool:
+        """Return whether a device computes its digests; the host does otherwise."""
         return self._queue_of(device) is not None
 
     def add(self, storage: torch.UntypedStorage, offset: int, num_bytes: int) -> Bits | None:
@@ -194,8 +200,8 @@ class DeferredDigests:
         queue = self._queue_of(device)
         if queue is None:
             return None
-        place = queue.add(storage, offset, num_bytes)
-        return DeferredBits(lambda known: known[device][place])
+        index = queue.add(storage, offset, num_bytes)
+        return DeferredBits(lambda known: known[device][index])
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a contiguous copy of a tensor on the host, which is valid after ``finish``."""

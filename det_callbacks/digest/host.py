@@ -118,8 +118,8 @@ def digest_spans(spans: Sequence[tuple[int, int]]) -> list[int]:
             second = [pool.submit(hash_some)]
         except RuntimeError:  # the process is at its thread limit, or the interpreter is exiting
             second = []
-        found = dict(chain(hash_some(), *(future.result() for future in second)))
-    leaves = chain.from_iterable(found[index] for index in range(len(pieces)))
+        hashes = dict(chain(hash_some(), *(future.result() for future in second)))
+    leaves = chain.from_iterable(hashes[index] for index in range(len(pieces)))
     return [
         _join_leaves([*islice(leaves, max(1, -(-nbytes // LEAF_BYTES)))]) for _, nbytes in spans
     ]

@@ -225,25 +225,25 @@ def measure(
         raise ValueError(
             f"{num} and {len(words[1])} elements have no partners; compare tensors of one shape"
         )
-    found = Measure(num_elements=num)
+    total = Measure(num_elements=num)
     if kinds[0] == kinds[1] and np.array_equal(words[0], words[1]):
-        return found
+        return total
     size = root_mean_square
     if size is None:
         size = _root_mean_square(words[0], kinds[0]) if kinds[0] in _KNOWN else 0.0
     for start in range(0, num, CHUNK_ELEMENTS):
-        found.add(
+        total.add(
             start, [side[start : start + CHUNK_ELEMENTS] for side in words], kinds, size, bound
         )
-    sizes = [
-        None if one is None or one == inf else one
-        for one in (found.max_ulps, found.max_relative, found.max_absolute)
-    ]
+    ulps, relative, absolute = (
+        None if largest is None or largest == inf else largest
+        for largest in (total.max_ulps, total.max_relative, total.max_absolute)
+    )
     return replace(
-        found,
-        max_ulps=None if sizes[0] is None else ceil(sizes[0]),
-        max_relative=sizes[1],
-        max_absolute=sizes[2],
+        total,
+        max_ulps=None if ulps is None else ceil(ulps),
+        max_relative=relative,
+        max_absolute=absolute,
     )
 
 

@@ -43,6 +43,8 @@ _FAILURES = (
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Launched:
+    """The digests of spans that a stream computes, in the order of the spans."""
+
     stream: Hashable
     sizes: tuple[int, ...]
     sums: torch.UntypedStorage | None  # sums of the spans' blocks; None once they are hashed
@@ -90,16 +92,16 @@ class TritonDigest:
             torch.cuda.current_stream(self._device).wait_stream(stream)
 
     def launch(
-        self, spans: Sequence[Span], stream: Hashable, unheld: Set[int] = frozenset()
+        self, spans: Sequence[Span], stream: Hashable, skip_record_stream: Set[int] = frozenset()
     ) -> Launched:
-        """Enqueue the kernel that reads the spans; do not report storages at ``unheld``
+        """Enqueue the kernel that reads the spans; do not report storages at ``skip_record_stream``
         addresses to the allocator.
         """
         places = [(storage.data_ptr() + offset, size) for storage, offset, size in spans]
         with self._lock, self._on(stream):
-            self._hold(
-                [span for span in spans if storage_address(span[0]) not in unheld]
-                if unheld
+            self._keep_until_read(
+                [span for span in spans if storage_address(span[0]) not in skip_record_stream]
+                if skip_record_stream
                 else spans,
                 stream,
             )
@@ -142,15 +144,15 @@ class TritonDigest:
                     "intact; take their digests again"
                 )
             with torch.inference_mode(False), self._on(self.stream()):
-                found = self._host_words(sum(part.hashes.nbytes() // 8 for part in launched))
-                found.copy_(
+                words = self._host_words(sum(part.hashes.nbytes() // 8 for part in launched))
+                words.copy_(
                     torch.cat([self._words(part.hashes) for part in launched]), non_blocking=True
                 )
                 if self._is_cuda:
                     passed = torch.cuda.Event()
                     passed.record()
                     passed.synchronize()
-        hashes, digests, first = found.numpy().view("uint64"), [], 0
+        hashes, digests, first = words.numpy().view("uint64"), [], 0
         for size in (size for part in launched for size in part.sizes):
             leaves = hashes[first : first + _num_leaves(size)]
             digests.append(int(leaves[0]) if len(leaves) == 1 else digest_bytes(leaves.data))
@@ -185,7 +187,7 @@ class TritonDigest:
         for launched in launches:
             launched.sums = None
 
-    def _hold(self, spans: Sequence[Span], stream: Hashable) -> None:
+    def _keep_until_read(self, spans: Sequence[Span], stream: Hashable) -> None:
         """Have the allocator keep the spans' memory until the stream has read it."""
         if stream is None:
             return
@@ -285,13 +287,13 @@ def disagreement(method: TritonDigest, device: torch.device) -> str:
     content = (torch.arange(length + 3, dtype=torch.int64, device="cpu") * 2654435761 >> 24).to(
         torch.uint8
     )
-    there = content.to(device)
+    on_device = content.to(device)
     parts = [slice(0, length), slice(3, 3 + length), slice(1, 6), slice(8, 8 + BLOCK_BYTES)]
-    spans = [(there.untyped_storage(), part.start, part.stop - part.start) for part in parts]
-    given = method.collect([method.launch(spans, method.stream())])
-    expected = [digest_bytes(content[part].numpy().tobytes()) for part in parts]
-    for part, one, other in zip(parts, expected, given, strict=True):
-        if one != other:
+    spans = [(on_device.untyped_storage(), part.start, part.stop - part.start) for part in parts]
+    of_device = method.collect([method.launch(spans, method.stream())])
+    of_host = [digest_bytes(content[part].numpy().tobytes()) for part in parts]
+    for part, expected, computed in zip(parts, of_host, of_device, strict=True):
+        if computed != expected:
             return (
                 f"{method.name} gave different bits from the host for {part.stop - part.start} "
                 f"bytes at {part.start}"

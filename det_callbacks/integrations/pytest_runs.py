@@ -22,7 +22,8 @@ from det_callbacks.integrations.lightning import DeterminismCallback
 from det_callbacks.integrations.loop import TrainingRun
 from det_callbacks.report.verdict import verdict_lines
 from det_callbacks.runs.files import MANIFEST, REPLACEMENT, read_file, writing
-from det_callbacks.runs.lock import FolderLock, put_in_place, settle
+from det_callbacks.runs.lock import FolderLock
+from det_callbacks.runs.replacement import put_in_place, settle
 from det_callbacks.runs.store import Run
 from det_callbacks.settings import DeterminismSettings, enforce_determinism
 from det_callbacks.training.recording import take_unfinished

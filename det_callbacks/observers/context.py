@@ -19,7 +19,7 @@ from det_callbacks.errors import (
 from det_callbacks.internals.versions import newer_than_tested
 from det_callbacks.observers.observations import REGISTRY, Observations
 from det_callbacks.report.console import print_closing_line
-from det_callbacks.runs.lock import settle
+from det_callbacks.runs.replacement import settle
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.store import remove_verification
 from det_callbacks.runs.writer import RunWriter

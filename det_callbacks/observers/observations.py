@@ -18,7 +18,7 @@ from det_callbacks.errors import CoverageWarning, SelectionError, TraceError
 from det_callbacks.internals.torch import graph_task_id
 from det_callbacks.tensors.replay import Replay
 from det_callbacks.trace.components import holds_data, unwrapped
-from det_callbacks.trace.hash_mode import OpRegion
+from det_callbacks.trace.listener import OpRegion
 from det_callbacks.trace.recorder import Recorder
 
 Leaves = Sequence[tuple[str, Any]]

@@ -21,7 +21,7 @@ from det_callbacks.digest.components import digest_state
 from det_callbacks.errors import RankError, SettingsError
 from det_callbacks.internals.torch import default_store, without_dispatch
 from det_callbacks.runs.files import MANIFEST, writing
-from det_callbacks.runs.lock import END_OF_FIT, Peers
+from det_callbacks.runs.peers import END_OF_FIT, Peers
 from det_callbacks.text import at_most, ranks_text
 
 SYNC_EVERY_N_STEPS = 10

@@ -161,18 +161,18 @@ def read_values(stream: Path, run_id: str) -> dict[int, str]:
     """Return the JSON text of arguments by digest, or {} if the evidence
     cannot be read or is too large.
     """
-    found, num_bytes = dict[int, str](), 0
+    texts, num_bytes = dict[int, str](), 0
     try:
         for row in read_evidence(
-            evidence_path(stream), run_id=run_id, keep=lambda it: _is(it, "kind", "number")
+            evidence_path(stream), run_id=run_id, keep=lambda batch: _is(batch, "kind", "number")
         ):
-            found[row.value] = row.text
+            texts[row.value] = row.text
             num_bytes += len(row.text)
             if num_bytes > MAX_BYTES:  # a recorder keeps far less, MAX_TEXT in trace/call_graph.py
                 return {}
     except ReferenceFormatError:
         return {}
-    return found
+    return texts
 
 
 def read_checked(
@@ -184,7 +184,7 @@ def read_checked(
     try:
         rows = [
             *read_evidence(
-                evidence_path(stream), run_id=run_id, keep=lambda it: _is(it, "step", step)
+                evidence_path(stream), run_id=run_id, keep=lambda batch: _is(batch, "step", step)
             )
         ]
     except ReferenceFormatError:

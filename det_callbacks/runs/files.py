@@ -1,13 +1,12 @@
-"""The names of a run's files; how files are opened, read and written, and what can go wrong.
+"""The files of a run: their names, and how they are opened, read and written.
 
-A run may come from somebody else: a link in it may lead anywhere, and a size in it may be any
-number. So nothing follows a link in a run's folder, and sizes are compared with limits before
+Reading: a run may come from somebody else, so a link in it may lead anywhere, and a size in it may
+be any number. Nothing follows a link in a run's folder, and sizes are compared with limits before
 anything of that size is read.
 
-All writing to disk: a failed write is a ``WriteError``, which ends a program with exit status 2.
-
-A run stays readable: files are replaced as a whole or appended to, and nothing follows a partly
-written message. ``tests/contract/test_house.py`` finds a write outside of ``writing``.
+Writing: a failed write is a ``WriteError``, which ends a program with exit status 2. A run stays
+readable: files are replaced as a whole or appended to, and nothing follows a partly written
+message. ``tests/contract/test_house.py`` finds a write outside of ``writing``.
 """
 
 import errno
@@ -87,6 +86,7 @@ _ANY_FOLDER = (
 
 
 def damaged(path: Path, what: object) -> ReferenceFormatError:
+    """Return the error for a file that cannot be read; ``what`` says why, as a clause."""
     return ReferenceFormatError(
         f"{path} is damaged: {what}. Other files of the run were not checked; record the run "
         "again, or restore this file from a copy.",

@@ -99,62 +99,61 @@ def compare_environments(
 
     Values are compared as JSON, so 1, 1.0 and true differ.
     """
-    differences = []
     has_other_torch = reference.get(TORCH) != current.get(TORCH)
-    is_of_older = not all(
+    has_build = all(
         any(name.startswith(BUILD) for name in entries) for entries in (reference, current)
     )
-    has_other_optimizer = reference.get(OPTIMIZER) != current.get(OPTIMIZER)
+    # Entries that only one run has, and that are no difference by themselves: a resumed fit
+    # continues from any state; the code imports a package, or an earlier version recorded none.
+    lone = [GENERATOR, PACKAGE]
+    if reference.get(OPTIMIZER) != current.get(OPTIMIZER):
+        lone.append(f"{OPTIMIZER}.")
+    if has_other_torch or not has_build:
+        lone += [BUILD, BACKENDS]
     both = [
         _without_lone_configuration(reference, current),
         _without_lone_configuration(current, reference),
     ]
+    differences = []
     for name in sorted({*both[0], *both[1]} - _NOTES):
         sides = [entries.get(name) for entries in both]
-        known = [side for side in sides if side is not None]
+        present = [side for side in sides if side is not None]
         values = [
             _absent(name, entries) if side is None else side.value
             for side, entries in zip(sides, both, strict=True)
         ]
-        if (len(known) == 2 or name.startswith(VARIABLE)) and json.dumps(
-            values[0], sort_keys=True
-        ) == json.dumps(values[1], sort_keys=True):
+        is_compared = len(present) == 2 or name.startswith(VARIABLE)
+        if is_compared and _as_json_text(values[0]) == _as_json_text(values[1]):
             continue
-        if item_of(name, GENERATOR) and len(known) < 2:  # a resumed fit continues from any state
-            continue
-        if has_other_optimizer and len(known) == 1 and name.startswith(f"{OPTIMIZER}."):
+        if len(present) == 1 and name.startswith(tuple(lone)):
             continue
         if name.startswith(BUILD) and has_other_torch:
-            continue
-        if (
-            name.startswith((BUILD, BACKENDS))
-            and len(known) == 1
-            and (has_other_torch or is_of_older)
-        ):
-            continue
-        # the code imports it, or an earlier version recorded none
-        if name.startswith(PACKAGE) and len(known) == 1:
             continue
         differences.append(
             EnvironmentDifference(
                 name=name,
                 reference=values[0],
                 current=values[1],
-                changes_bits=any(side.changes_bits for side in known),
-                is_machine=all(side.is_machine for side in known),
+                changes_bits=any(side.changes_bits for side in present),
+                is_machine=all(side.is_machine for side in present),
             )
         )
     return tuple(differences)
 
 
+def _as_json_text(value: object) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
 def framework_of(environment: Environment) -> str:
     """Return what trained: "transformers", "accelerate" or "lightning", else "torch"."""
-    known = (
-        ("transformers", "transformers.version"),
-        ("accelerate", "accelerate.version"),
-        ("lightning", TRAINER),
-    )
-    return next((framework for framework, entry in known if entry in environment), "torch")
+    entry_of = {
+        "transformers": "transformers.version",
+        "accelerate": "accelerate.version",
+        "lightning": TRAINER,
+    }
+    found = (framework for framework, entry in entry_of.items() if entry in environment)
+    return next(found, "torch")
 
 
 def _absent(name: str, entries: Environment) -> object:
@@ -187,18 +186,16 @@ def _without_lone_configuration(entries: Environment, other: Environment) -> Env
 def choices_of_steps(environment: Sequence[EnvironmentDifference]) -> list[EnvironmentDifference]:
     """Return the differing settings that can change the bits of a step."""
     return [
-        one
-        for one in environment
-        if one.changes_bits and not one.is_machine and one.name not in LENGTHS
+        difference
+        for difference in environment
+        if difference.changes_bits and not difference.is_machine and difference.name not in LENGTHS
     ]
 
 
 def earlier_choice(choices: Sequence[EnvironmentDifference]) -> EnvironmentDifference | None:
     """Return a setting that changed the weights in earlier steps."""
-    return next(
-        (one for one in choices if one.name.startswith(("optimizer", "trainer.", "settings."))),
-        None,
-    )
+    groups = ("optimizer", "trainer.", "settings.")
+    return next((choice for choice in choices if choice.name.startswith(groups)), None)
 
 
 def item_of(name: str, group: str) -> str | None:
@@ -279,11 +276,11 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _manifest_of(content: dict[str, Any], path: Path) -> Manifest:
-    for name, known in (("format_version", FORMAT_VERSION), ("digest_version", DIGEST_VERSION)):
-        if content.get(name) != known:
+    for name, ours in (("format_version", FORMAT_VERSION), ("digest_version", DIGEST_VERSION)):
+        if content.get(name) != ours:
             raise ReferenceFormatError(
                 f"{path} has {name} {content.get(name)!r}, but this version of det_callbacks reads "
-                f"{known}. Use the version that recorded the run, or record it again.",
+                f"{ours}. Use the version that recorded the run, or record it again.",
                 str(path),
             )
     if content.pop("digest", None) != _digest(content):

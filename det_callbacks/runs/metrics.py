@@ -125,8 +125,8 @@ def read_metrics(run: Run, segment: int) -> Readings:
     """
     run_id = run.manifest.run_id
     attempts = [
-        [*_read(metrics_path(stream), run_id, num_listed=told)]
-        for stream, told in run.streams(segment)
+        [*_read(metrics_path(stream), run_id, num_listed=num_readings)]
+        for stream, num_readings in run.streams(segment)
     ]
     ends = [
         {reading.step for reading in attempt if reading.where in (RESUMED, "epoch")}

@@ -188,8 +188,10 @@ class Site(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     @property
     def batch(self) -> int:
         """Number of the batch in its step, from 1, of which it is a tensor; 0 if it is of none."""
-        found = _BATCH.match(self.of) if self.phase == "data" and self.subject == "tensor" else None
-        return 0 if found is None else int(found[1] or 1)
+        if self.phase != "data" or self.subject != "tensor":
+            return 0
+        match = _BATCH.match(self.of)
+        return 0 if match is None else int(match[1] or 1)
 
     @property
     def is_loss(self) -> bool:
@@ -406,8 +408,8 @@ class Program:
     def read_by(self, position: int) -> list[int]:
         """Return the positions of the sites that a site reads, ascending."""
         begin = int(self.num_read[:position].sum())
-        found: list[int] = self.read[begin : begin + int(self.num_read[position])].tolist()
-        return found
+        positions: list[int] = self.read[begin : begin + int(self.num_read[position])].tolist()
+        return positions
 
     @cached_property
     def roles(self) -> np.ndarray:
@@ -438,18 +440,22 @@ def lines_of_reader(program: Program, position: int) -> tuple[str, ...]:
     """
     sites, site = program.sites, program.sites[position]
     if site.is_kernel:  # inductor took it from its cache: the lines of the region's call
-        return next((one.source for one in reversed(sites[:position]) if one.role == "graph"), ())
-    given = [position] if site.subject == "generator" and site.part == PASSED else []
-    if site.subject == "gradient" and site.phase == "backward" and not site.op:
-        outputs = [
-            one
-            for one in sites
-            if (one.module, one.subject, one.of) == (site.module, "tensor", site.of)
-        ]
-        given = [*outputs[0].inputs] if len(outputs) == 1 else []
-    readers = program.edges[0][np.isin(program.edges[1], given)].tolist() if given else []
-    found = {sites[at].source for at in readers if sites[at].op and sites[at].phase != "backward"}
-    return found.pop() if len(found) == 1 else ()
+        earlier = reversed(sites[:position])
+        return next((graph.source for graph in earlier if graph.role == "graph"), ())
+    read: Sequence[int] = ()
+    if site.subject == "generator" and site.part == PASSED:
+        read = [position]
+    elif site.subject == "gradient" and site.phase == "backward" and not site.op:
+        key = (site.module, "tensor", site.of)
+        outputs = [output for output in sites if (output.module, output.subject, output.of) == key]
+        read = outputs[0].inputs if len(outputs) == 1 else ()
+    readers = program.edges[0][np.isin(program.edges[1], read)].tolist() if read else []
+    sources = {
+        sites[reader].source
+        for reader in readers
+        if sites[reader].op and sites[reader].phase != "backward"
+    }
+    return sources.pop() if len(sources) == 1 else ()
 
 
 def edges_of(sites: Sequence[Site]) -> tuple[np.ndarray, np.ndarray]:

@@ -59,34 +59,14 @@ _START = bytes.fromhex(
 _TABLES = bytes.fromhex(
     "00000a0018000c00040008000a000000fc000000100000000100000000000000000000000e000000"
 )
-_BUFFERS = (
-    0,
-    0,
-    0,
-    8,
-    8,
-    0,
-    8,
-    4,
-    16,
-    0,
-    16,
-    8,
-    24,
-    0,
-    24,
-    8,
-    32,
-    0,
-    32,
-    8,
-    40,
-    0,
-    40,
-    8,
-    48,
-    0,
-    48,
+_BUFFERS = (  # of each column the bitmap and the values
+    *(0, 0, 0, 8),  # step
+    *(8, 0, 8, 4),  # epoch
+    *(16, 0, 16, 8),  # program
+    *(24, 0, 24, 8),  # layout
+    *(32, 0, 32, 8),  # chain
+    *(40, 0, 40, 8),  # offsets of the list
+    *(48, 0, 48),  # its items, the digests: their length follows
 )
 _ARRAYS = (7 << 32, *(1, 0) * 6)
 _VALUES = struct.Struct("<qi4xQQQ2i")
@@ -181,15 +161,12 @@ class StreamFile:
 
     def _read(self, file: BinaryIO, position: int) -> StepRecord:
         # as one tuple: an attribute of a record takes a microsecond
-        known_step, num_digests, start, _, _, *known = self.rows.item(position)
+        step_of_row, num_digests, start, _, _, *ids_of_row = self.rows.item(position)
         file.seek(start)
         message = file.read(_PREFIX_BYTES + 8 * num_digests)
         values = self._values(message, start)
-        if values is None or [values[0], *values[2:5], values[6]] != [
-            known_step,
-            *known,
-            num_digests,
-        ]:
+        row = [step_of_row, *ids_of_row, num_digests]
+        if values is None or [values[0], *values[2:5], values[6]] != row:
             raise damaged(
                 self.path, f"the step at byte {start} has changed since the run was opened"
             )
@@ -328,7 +305,7 @@ class Expectation:
     program_id: int | None = None
     unseen_writes: set[int] = field(default_factory=set)
     checks_left: int = MAX_INPUT_CHECKS
-    looked_at: set[int] = field(default_factory=set)  # the sites whose inputs were digested again
+    checked_sites: set[int] = field(default_factory=set)  # their inputs were digested again
     # whether an op that differs without reading a difference was not checked
     is_incomplete: bool = False
     _all: frozenset[int] | None = None  # all digests, when first needed
@@ -369,4 +346,4 @@ class Expectation:
         In another program, the comparison may find differences at other sites than ``differs``.
         """
         is_exact = program_id == self.program_id and not self.is_incomplete
-        return None if is_exact else frozenset(self.looked_at)
+        return None if is_exact else frozenset(self.checked_sites)

@@ -1,4 +1,7 @@
-"""Where a run is, which docs/reference/run-folder.md describes, and how it is read."""
+"""Opens a run for reading, and makes room for a new one.
+
+docs/reference/run-folder.md describes the folder of a run.
+"""
 
 import os
 import shutil
@@ -22,9 +25,10 @@ from det_callbacks.runs.files import (
     make_folder,
     read_json,
 )
-from det_callbacks.runs.lock import FolderLock, finish_replacing, our_files, remove, settle
+from det_callbacks.runs.lock import FolderLock
 from det_callbacks.runs.manifest import Manifest, Purpose, read_manifest
 from det_callbacks.runs.program import Layout, Program, StepRecord, StepView
+from det_callbacks.runs.replacement import finish_replacing, our_files, remove, settle
 from det_callbacks.runs.steps import Fit, StreamFile, make_fit
 from det_callbacks.runs.tables import read_source_text
 

@@ -401,7 +401,7 @@ def write_source_text(folder: Path, text: Mapping[str, Sequence[str]]) -> None:
 
 def read_source_text(folder: Path) -> dict[str, tuple[str, ...]]:
     """Return the text of source lines, except lines that changed between attempts."""
-    found: dict[str, set[tuple[str, ...]]] = {}
+    texts: dict[str, set[tuple[str, ...]]] = {}
     for path in sorted((folder / SOURCES).glob("*.json")):
         try:
             content = read_file(path)
@@ -413,8 +413,8 @@ def read_source_text(folder: Path) -> dict[str, tuple[str, ...]]:
         except READ_ERRORS as error:
             raise damaged(path, error) from error
         for place, lines in text.items():
-            found.setdefault(place, set()).add(lines)
-    return {place: lines.pop() for place, lines in found.items() if len(lines) == 1}
+            texts.setdefault(place, set()).add(lines)
+    return {place: lines.pop() for place, lines in texts.items() if len(lines) == 1}
 
 
 def first_line(source: Sequence[str]) -> str:

@@ -29,17 +29,7 @@ from det_callbacks.runs.files import (
     replace_atomically,
     writing,
 )
-from det_callbacks.runs.lock import (
-    ALONE,
-    FolderLock,
-    Peers,
-    finish_replacing,
-    forget_replacement,
-    loses_steps,
-    put_in_place,
-    settle,
-    wait_to_replace,
-)
+from det_callbacks.runs.lock import FolderLock
 from det_callbacks.runs.manifest import (
     Attempt,
     Environment,
@@ -51,7 +41,16 @@ from det_callbacks.runs.manifest import (
     write_manifest,
 )
 from det_callbacks.runs.metrics import Reading, line_of, metrics_path
+from det_callbacks.runs.peers import ALONE, Peers
 from det_callbacks.runs.program import Layout, Program, chain_digest
+from det_callbacks.runs.replacement import (
+    finish_replacing,
+    forget_replacement,
+    loses_steps,
+    put_in_place,
+    settle,
+    wait_to_replace,
+)
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import END_OF_STREAM, encode_header, encode_step
 from det_callbacks.runs.store import Run, make_room, remove_run
@@ -293,8 +292,9 @@ class RunWriter:
         file, self._metrics = self._metrics, None
         with file or nullcontext():
             last = self.manifest.attempts[-1]
-            known = (*last.readings, *[0] * (last.segments - len(last.readings)))
-            self._change_attempt(readings=(*known[:-1], known[-1] + self._num_uncounted))
+            counts = [*last.readings, *[0] * (last.segments - len(last.readings))]
+            counts[-1] += self._num_uncounted
+            self._change_attempt(readings=tuple(counts))
             self._num_uncounted = 0
 
     def put_nondeterministic_ops(self, ops: Sequence[NondeterministicOp]) -> None:

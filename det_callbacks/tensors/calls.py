@@ -30,8 +30,8 @@ from det_callbacks.tensors.copies import TensorBudget, plain
 from det_callbacks.tensors.files import SavedTensor, write_tensors
 from det_callbacks.trace.backward import MAX_BETWEEN, is_maker
 from det_callbacks.trace.components import PLAIN
+from det_callbacks.trace.deferred_sites import DeferredSites
 from det_callbacks.trace.overloads import OpKind, OpPlan
-from det_callbacks.trace.sites import DeferredSites
 
 CALL = "call"
 """Key of the file's metadata with the call, as JSON; see ``_Call.to_dict``."""

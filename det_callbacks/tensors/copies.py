@@ -22,8 +22,8 @@ from det_callbacks.errors import ReplayError, SelectionError
 from det_callbacks.internals.torch import is_wrapper, is_zero_tensor
 from det_callbacks.tensors.files import MIB, SavedTensor
 from det_callbacks.trace.components import holds_data, unwrapped
+from det_callbacks.trace.deferred_sites import DeferredSites
 from det_callbacks.trace.leaves import leaves
-from det_callbacks.trace.sites import DeferredSites
 
 TENSOR_BUDGET_MIB = 1024.0
 """What one step may save by default."""

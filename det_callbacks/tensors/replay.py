@@ -41,7 +41,7 @@ from det_callbacks.tensors.files import (
     sample_start,
 )
 from det_callbacks.trace.components import holds_data, unwrapped
-from det_callbacks.trace.sites import DeferredSites
+from det_callbacks.trace.deferred_sites import DeferredSites
 
 MIN_ELEMENTS = 16
 """The smallest sample of a tensor, however small the budget is."""
@@ -216,7 +216,7 @@ class Replay:
         inner, digest, num_bytes = unwrapped(live), saved.digest, saved.bits.nbytes
         if deferred is not None and deferred.is_deferred(inner):
             bits = deferred.tensor_bits(inner)
-            deferred.ask(
+            deferred.when_known(
                 (bits,),
                 lambda found: self._count(op, differs=found[0] != digest, num_bytes=num_bytes),
             )

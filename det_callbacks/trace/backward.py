@@ -51,7 +51,7 @@ _MAX_STACKS = 10_000  # a run has a few hundred
 UNKNOWN = OpScope(module=UNKNOWN_MODULE, source=())
 _HOOK = OpScope(module=UNKNOWN_MODULE)
 ENGINE = OpScope(module=UNKNOWN_MODULE, source=("the autograd engine",))
-# The maker of nodes that no op made.
+# stands for the call that made a node, if the recorder did not see it
 _UNSEEN = CallNode(None, None, "", OpScope(module=UNKNOWN_MODULE), [], [], [], 0)
 
 
@@ -60,6 +60,11 @@ _Nodes = dict[int, list[CallNode]]
 
 
 class BackwardMap:
+    """Maps an op of a backward pass to the forward op whose gradient it computes.
+
+    It keeps the calls of each thread by the number of the autograd node that they probably made.
+    """
+
     def __init__(self, parameter_names: Mapping[int, str], modules: ModuleStack) -> None:
         # ``id`` of a parameter -> name; the owner keeps it current
         self._parameter_names = parameter_names
@@ -76,7 +81,7 @@ class BackwardMap:
         self.note_unseen()
 
     def register(self, call: CallNode) -> None:
-        """Note that the running op, the first after the creation of a node, made it."""
+        """Note that a call runs: it made this thread's last node, unless an earlier call did."""
         nodes = self.threads[get_ident()]
         number = next_sequence_number() - 1
         calls = nodes.setdefault(number, [call])
@@ -90,9 +95,9 @@ class BackwardMap:
                 # its node precedes that of the clone of its overwritten input
                 nodes.setdefault(number - 1, [call])
 
-    def note(self, func: object, plan: OpPlan, phase: str, scope: OpScope) -> None:
-        """Register the running op for a mode that builds no program and may stay open,
-        and forget old nodes.
+    def register_op(self, func: object, plan: OpPlan, phase: str, scope: OpScope) -> None:
+        """Register the running op for a mode that has no call graph, and forget old nodes, since
+        the mode may stay open for many steps.
         """
         may_own_node = scope.recomputed if phase == "backward" else self.is_unclaimed()
         if phase == "optimizer" or not (torch.is_grad_enabled() or may_own_node):
@@ -131,10 +136,10 @@ class BackwardMap:
         ) is not None:
             return scope_in(self._caller_of(region), recomputed=True)
         if name == _ACCUMULATE:
-            found = of_accumulation(self._parameter_names.get(id(node.variable)))
+            scope = of_accumulation(self._parameter_names.get(id(node.variable)))
         else:
-            found = self._of_node(node, name)
-        return found if entry is not EngineEntry.HOOK else scope_in(found.module, recomputed=False)
+            scope = self._scope_of_node(node, name)
+        return scope if entry is not EngineEntry.HOOK else scope_in(scope.module, recomputed=False)
 
     def note_stack(self, call: CallNode) -> None:
         """Note the running code and modules at a new call, innermost first,
@@ -147,9 +152,9 @@ class BackwardMap:
         call.codes = self._stacks.setdefault(tuple(map(id, codes)), codes)
         task = graph_task_id()
         modules = [
-            scope.module
-            for _, scope, called_in, _ in reversed(self._modules.stack)
-            if called_in == task
+            running.scope.module
+            for running in reversed(self._modules.stack)
+            if running.backward_pass == task
         ]
         modules.append("" if task == -1 else self._caller_of(repeated_region()))
         call.running_modules = tuple(modules)
@@ -166,10 +171,10 @@ class BackwardMap:
 
     def _caller_of(self, region: Any) -> str:
         if type(region).__name__ == _REENTRANT:
-            return self._of_node(region, _REENTRANT).module
+            return self._scope_of_node(region, _REENTRANT).module
         return UNKNOWN_MODULE if region is None else self._callers.get(region, UNKNOWN_MODULE)
 
-    def _of_node(self, node: Any, name: str) -> OpScope:
+    def _scope_of_node(self, node: Any, name: str) -> OpScope:
         """Return the scope of the forward op that made a node;
         all threads that know one must agree.
         """
@@ -179,13 +184,13 @@ class BackwardMap:
             if (
                 (calls := nodes.get(number)) is not None
                 and (scopes := calls[0].scopes) is not None
-                and (known := scopes.get(name)) is not None
+                and (cached := scopes.get(name)) is not None
             ):
-                return known
+                return cached
         code = forward_code(node)
-        every = (_find_in(nodes, number, name, code) for nodes in self.threads.values())
-        found = [scope for scope in every if scope is not UNKNOWN]
-        return found[0] if len({scope.module for scope in found}) == 1 else UNKNOWN
+        by_thread = [_scope_by_number(nodes, number, name, code) for nodes in self.threads.values()]
+        known = [scope for scope in by_thread if scope is not UNKNOWN]
+        return known[0] if len({scope.module for scope in known}) == 1 else UNKNOWN
 
 
 @lru_cache(maxsize=100_000)
@@ -198,22 +203,23 @@ def scope_in(
 
 @lru_cache(maxsize=100_000)
 def of_accumulation(name: str | None) -> OpScope:
+    """Return the scope of ops that accumulate the gradient of a parameter."""
     module = UNKNOWN_MODULE if name is None else name.rpartition(".")[0]
     return OpScope(module=module, source=(), name=name)
 
 
-def _find_in(nodes: _Nodes, number: int, name: str, code: CodeType | None) -> OpScope:
+def _scope_by_number(nodes: _Nodes, number: int, name: str, code: CodeType | None) -> OpScope:
     """Return the scope of a node by its number; UNKNOWN if it is unclear which call made it."""
     if name == _COPY_SLICES:
         return _writer_before(nodes, number)
     # an op may create nodes before its own: of a clone of the overwritten input,
     # or AsStrided of inputs
-    num_between = next((at for at in range(MAX_BETWEEN) if number + at in nodes), 0)
+    num_between = next((num for num in range(MAX_BETWEEN) if number + num in nodes), 0)
     call = nodes.get(number + num_between, [_UNSEEN])[0]
     if code is not None:
-        found = _scope_in(call, code)
-        if found is not UNKNOWN or num_between:
-            return found
+        scope = _scope_of_call(call, code)
+        if scope is not UNKNOWN or num_between:
+            return scope
     if is_maker(call.op_base, name):
         return _scope_of_maker(call, name, is_cached=code is None and not num_between)
     return _later_maker(nodes, number, name)
@@ -229,50 +235,61 @@ def _writer_before(nodes: _Nodes, number: int) -> OpScope:
     call = nodes.get(number - 1, [_UNSEEN])[0]
     if call.op_base == "aten.clone":
         call = nodes.get(number - 2, [_UNSEEN])[0]
-    return _scope_in(call) if call.is_in_place else UNKNOWN
+    return _scope_of_call(call) if call.is_in_place else UNKNOWN
 
 
 def _scope_of_maker(call: CallNode, name: str, *, is_cached: bool) -> OpScope:
     """Return the scope of the call that made a node of this name, as ``aten.mm`` makes MmBackward0.
 
-    ``is_cached`` keeps it for ``_of_node``, which looks there first:
-    so the node has the number of its call.
+    If ``is_cached``, it is kept for ``_scope_of_node``, which looks there first; only for a node
+    that has the number of its call.
     """
-    found = _scope_in(call)
+    scope = _scope_of_call(call)
     if is_cached:
-        _scopes_of(call)[name] = found
-    return found
+        _scopes_of(call)[name] = scope
+    return scope
 
 
 def _later_maker(nodes: _Nodes, number: int, name: str) -> OpScope:
     """Return the scope of a later call with the number of a node, if it can have made it."""
     return next(
-        (_scope_in(call) for call in nodes.get(number, [])[1:] if is_maker(call.op_base, name)),
+        (
+            _scope_of_call(call)
+            for call in nodes.get(number, [])[1:]
+            if is_maker(call.op_base, name)
+        ),
         UNKNOWN,
     )
 
 
 def _scopes_of(call: CallNode) -> dict[object, OpScope]:
+    """Return the cache of a call's scopes: by id of a Function's code, or name of a node."""
     if call.scopes is None:
         call.scopes = {}
     return call.scopes
 
 
-def _scope_in(call: CallNode, code: CodeType | None = None) -> OpScope:
+def _scope_of_call(call: CallNode, code: CodeType | None = None) -> OpScope:
+    """Return the scope of a call, or of the Function with this forward code that ran it; UNKNOWN if
+    several modules called that.
+    """
     key = id(code)  # different Functions may have equal code
     scopes = _scopes_of(call)
-    known = scopes.get(key)
-    if known is None:
+    scope = scopes.get(key)
+    if scope is None:
         modules = {call.module} if code is None else _callers_of(code, call)
         is_known = len(modules) == 1 and UNKNOWN_MODULE not in modules
-        known = scopes[key] = scope_in(modules.pop(), source=call.source) if is_known else UNKNOWN
-    return known
+        scope = scopes[key] = scope_in(modules.pop(), source=call.source) if is_known else UNKNOWN
+    return scope
 
 
 def _callers_of(code: CodeType, call: CallNode) -> set[str]:
+    """Return the modules that called a function which ran a call, perhaps several frames deep."""
     outermost = len(call.running_modules) - 1
     num_entered = [
-        call.codes[:depth].count(CALL_MODULE) for depth, one in enumerate(call.codes) if one is code
+        call.codes[:depth].count(CALL_MODULE)
+        for depth, running in enumerate(call.codes)
+        if running is code
     ]
     return {call.running_modules[min(count, outermost)] for count in num_entered}
 
@@ -296,6 +313,9 @@ def is_maker(op_base: str, name: str) -> bool:
 
 
 def compiled_nodes(outputs: Iterable[Tensor], number: int) -> list[Any]:
+    """Return AOTAutograd's nodes with at least this sequence number that outputs lead to, in their
+    order.
+    """
     waiting: list[Any] = [value.grad_fn for value in outputs]
     seen: set[Any] = set()
     while waiting and len(seen) < _MAX_FOLLOWED:
@@ -308,5 +328,4 @@ def compiled_nodes(outputs: Iterable[Tensor], number: int) -> list[Any]:
         ):
             seen.add(node)
             waiting.extend(parent for parent, _ in node.next_functions)
-    found = [node for node in seen if node.name() == _COMPILED]
-    return sorted(found, key=sequence_number)
+    return sorted((node for node in seen if node.name() == _COMPILED), key=sequence_number)

@@ -14,7 +14,7 @@ learning rate, a size); the step keeps one digest of them per call.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from types import CodeType
@@ -196,14 +196,14 @@ class CallNode:
             and self.keywords == keywords
         )
 
-    def takes(self, consts: list[Any]) -> bool:
+    def equals_except_numbers(self, consts: list[Any]) -> bool:
         """Return whether these arguments equal the node's, apart from numbers."""
         if len(self.consts) != len(consts):
             return False
-        for index, (known, value) in enumerate(zip(self.consts, consts, strict=True)):
-            is_same = known.__class__ is value.__class__ and known == value
+        for index, (own, value) in enumerate(zip(self.consts, consts, strict=True)):
+            is_same = own.__class__ is value.__class__ and own == value
             if is_same and self.exact_repr is not None:
-                is_same = repr(known) == repr(value)
+                is_same = repr(own) == repr(value)
             if not (is_number(value) if index in self.number_indices else is_same):
                 return False
         return True
@@ -270,7 +270,7 @@ class CallGraph:
         # hash of op, place, reads and names -> calls, those that differ only in numbers together
         self._calls: dict[int, list[_OncePerStep[CallNode]]] = {}
         self._site_rows: dict[Site, SiteRow] = {}
-        self._alike: dict[Hashable, _RowGroup] = {}  # by op, place and rows
+        self._row_groups: dict[Hashable, _RowGroup] = {}  # by op, place and rows
         self._programs: OrderedDict[tuple[CallNode, ...], Program] = OrderedDict()
         # whether a call since the last program was not the likely one
         self._left_the_likely_path = True
@@ -296,9 +296,56 @@ class CallGraph:
         if any(edges):
             positions = [*positions, *rowwise(edges)]
         return [
-            at if at is None else labels[at] if at < first_site else first_site - 1 - at
-            for at in positions
+            None
+            if position is None
+            else labels[position]
+            if position < first_site
+            else first_site - 1 - position
+            for position in positions
         ]
+
+    def advance_if_likely(
+        self,
+        func: object,
+        phase: str,
+        scope: OpScope,
+        consts: list[Any],
+        read_labels: list[int | None],
+        names: Sequence[Any],
+        num_outputs: int,
+        keywords: Collection[str] = (),
+    ) -> CallNode | None:
+        """Go to the likely call and return it if it is this one, with these numbers; else stay and
+        return None.
+
+        The arguments are those of ``Call``. Phase and scope are compared by identity, which is
+        enough: ``go_to`` finds an equal call.
+        """
+        node = self.at.likely
+        if (
+            node is not None
+            and node.func is func
+            and node.read_labels == read_labels
+            and node.scope is scope
+            and node.phase is phase
+            and node.names == names
+            and node.num_outputs == num_outputs
+            and node.shared.last_step != self.step_number  # not yet in this step
+            and (not keywords or node.keywords == tuple(keywords))
+            and (
+                (
+                    node.consts == consts
+                    and (node.exact_repr is None or node.exact_repr == repr(consts))
+                )
+                or self.match_and_store_numbers(node, consts)
+            )
+        ):
+            node.previous = self.at
+            node.shared.last_step = self.step_number
+            self.at = node
+            self.labels += node.shared.labels
+            return node
+        return None
 
     def step_to(
         self,
@@ -319,14 +366,9 @@ class CallGraph:
         ``go_to``, and ``edges`` as in ``labels_of``.
         """
         labels = self.labels_of(positions, len(self.labels), edges)
-        node = self.at.likely
-        if (
-            node is not None
-            and node.shared.last_step != self.step_number
-            and node.equals_except_consts(func, phase, scope, labels, names, num_outputs)
-            and self.match_and_store_numbers(node, consts)
-        ):
-            return self._advance(node)
+        node = self.advance_if_likely(func, phase, scope, consts, labels, names, num_outputs)
+        if node is not None:
+            return node
         return self.go_to(
             Call(func, phase, scope, consts, labels, [*names], num_outputs), positions, build
         )
@@ -351,16 +393,18 @@ class CallGraph:
         """
         func, phase, scope, consts, read_labels, names, num_outputs, keywords = call
         hash_key = hash((func, phase, scope, tuple(read_labels), tuple(names)))
-        known = self._calls.setdefault(hash_key, [])
-        lines = None if source is None or read_labels or scope.recomputed or not known else source()
-        for equal in known:
+        candidates = self._calls.setdefault(hash_key, [])
+        lines = None
+        if source is not None and candidates and not read_labels and not scope.recomputed:
+            lines = source()
+        for equal in candidates:
             first = equal.members[0]
             if (
                 first.equals_except_consts(
                     func, phase, scope, read_labels, names, num_outputs, keywords
                 )
                 and (lines is None or first.source == lines)
-                and first.takes(consts)
+                and first.equals_except_numbers(consts)
             ):
                 break
         else:
@@ -373,7 +417,7 @@ class CallGraph:
             node.read_positions = ()
             self._give_rows(node)
             if not equal.members:
-                known.append(equal)
+                candidates.append(equal)
             equal.members.append(node)
         else:
             self.match_and_store_numbers(node, consts)
@@ -382,13 +426,13 @@ class CallGraph:
         return self._advance(node)
 
     def _advance(self, node: CallNode) -> CallNode:
-        """Set the current call to a node; ``Recorder.op``, ``UndigestedOps._touch`` and
+        """Set the current call to a node; ``advance_if_likely``, ``UndigestedOps._touch`` and
         ``recorder.cpp`` do the same without this call.
         """
         node.previous = self.at
         node.shared.last_step = self.step_number
-        self.labels += node.shared.labels
         self.at = node
+        self.labels += node.shared.labels
         return node
 
     def _give_rows(self, node: CallNode) -> None:
@@ -401,7 +445,11 @@ class CallGraph:
         node.num_read = tuple(map(len, edges))
         first, own = len(self.labels), shared.labels
         node.edge_labels = tuple(
-            [self.labels[at] if at < first else own[at - first] for one in edges for at in one]
+            [
+                self.labels[position] if position < first else own[position - first]
+                for positions in edges
+                for position in positions
+            ]
         )
         if shared.rows and node.source not in self._sources:
             self._sources[node.source] = node.source
@@ -417,9 +465,9 @@ class CallGraph:
         rows, key = node.shared.rows, node.group_key
         if not rows:
             return node.shared
-        alike = self._alike.get(key)
-        if alike is None:
-            alike = self._alike[key] = _RowGroup(is_named=any(row.site.name for row in rows))
+        group = self._row_groups.get(key)
+        if group is None:
+            group = self._row_groups[key] = _RowGroup(is_named=any(row.site.name for row in rows))
         read_labels = [label for label in node.read_labels if label is not None and label >= 0]
         likely = self.at.likely
         if (
@@ -429,15 +477,15 @@ class CallGraph:
         ):
             shared: SharedRows | None = likely.shared
         else:
-            shared = alike.unused(self.step_number, node.phase, read_labels)
+            shared = group.unused(self.step_number, node.phase, read_labels)
         if shared is None:
             shared = SharedRows(
                 rows=rows, labels=range(self._num_labels, self._num_labels + len(rows))
             )
             self._num_labels += len(rows)
-            alike.every.members.append(shared)
-        for label in read_labels if not alike.is_named else ():
-            alike.readers.setdefault(label, _OncePerStep()).members.append(shared)
+            group.every.members.append(shared)
+        for label in read_labels if not group.is_named else ():
+            group.readers.setdefault(label, _OncePerStep()).members.append(shared)
         return shared
 
     def _row_of(self, site: Site) -> SiteRow:
@@ -455,7 +503,7 @@ class CallGraph:
         """
         if node.consts == consts and (node.exact_repr is None or node.exact_repr == repr(consts)):
             return True
-        if not node.number_indices or not node.takes(consts):
+        if not node.number_indices or not node.equals_except_numbers(consts):
             return False
         self.set_numbers(node, consts)
         return True
@@ -537,7 +585,7 @@ class CallGraph:
 
 def rowwise(edges: Iterable[Sequence[int]]) -> list[int | None]:
     """Return what several rows read as one list, with None after each row."""
-    return [at for one in edges for at in (*one, None)]
+    return [position for positions in edges for position in (*positions, None)]
 
 
 def is_number(value: Any) -> bool:

@@ -48,6 +48,8 @@ _NOT_SHOWN = frozenset({"async_op", "timeout", "sparse_indices", "process_group"
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Delivery:
+    """A tensor that a collective writes, now or later; its first read adds a row."""
+
     site: Site  # site of the row that the first read adds, without edges
     inputs: tuple[int, ...]  # positions of this rank's inputs
     work: Any  # tells whether the collective is done, or None if unknown
@@ -65,6 +67,8 @@ class Delivery:
 
 
 class Collectives:
+    """Runs the collectives of a step, and keeps their deliveries until something reads them."""
+
     def __init__(self, step: Step, places: Places, reads: Reads) -> None:
         self._step, self._places, self._reads = step, places, reads
         self._deliveries: list[Delivery] = []
@@ -81,16 +85,21 @@ class Collectives:
 
     def end(self) -> None:
         self._deliveries = [
-            one for one in self._deliveries if one.tensor() is not None and not one.has_arrived()
+            delivery
+            for delivery in self._deliveries
+            if delivery.tensor() is not None and not delivery.has_arrived()
         ]
 
     def run(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a collective or a wait, and return its result; one that is not recorded forgets the
+        writers of its tensors.
+        """
         step = self._step
-        given = {**dict(zip(plan.argument_names, args, strict=False)), **kwargs}
+        arguments = {**dict(zip(plan.argument_names, args, strict=False)), **kwargs}
         if plan.base in _WAITS:
             out = plan.call(*args, **kwargs)
             step.counts.num_digested += 1
-            for tensor in tensors_in(given.values()):
+            for tensor in tensors_in(arguments.values()):
                 self.arrive(tensor)
             return out
         if "gather" in plan.base:  # FSDP frees its gathered memory without a dispatch
@@ -99,10 +108,10 @@ class Collectives:
             step.counts.skipped[plan.kind.value] += 1
             return plan.call(*args, **kwargs)
         phase, scope = self._place()
-        tensors = list(tensors_in(given.values()))
+        tensors = list(tensors_in(arguments.values()))
         is_known = not plan.base.startswith(_UNKNOWN) and all(map(holds_data, tensors))
         if is_known and self._places.selects(phase, scope):
-            return self._run(plan, partial(plan.call, *args, **kwargs), phase, scope, given)
+            return self._run(plan, partial(plan.call, *args, **kwargs), phase, scope, arguments)
         step.counts.skipped[plan.kind.value] += 1
         out = plan.call(*args, **kwargs)
         for tensor in tensors_in((*tensors, out)):
@@ -113,22 +122,24 @@ class Collectives:
     def read(
         self,
         tensor: Tensor,
-        numbers: Sequence[int],
+        delivered: Sequence[int],
         edges: Sequence[int],
         reads: list[int],
         names: list[InputName],
     ) -> None:
-        """Add the row of a tensor that collectives delivered, at its first read."""
+        """Add the row of a tensor at its first read; ``delivered`` has the numbers of the
+        deliveries into it.
+        """
         step = self._step
-        deliveries = [self._deliveries[number] for number in numbers]
+        deliveries = [self._deliveries[number] for number in delivered]
         has_arrived = all(
             delivery.has_arrived(for_collective=self._is_sending) for delivery in deliveries
         )
         position = len(step.digests)
         site = deliveries[-1].site
-        key = (site.op, numbers[-1], site.output, has_arrived, site.phase, site.module)
+        key = (site.op, delivered[-1], site.output, has_arrived, site.phase, site.module)
         names.append(SpecialName("delivered", self._places.names.of(tensor), key))
-        sent = (place for delivery in deliveries for place in delivery.inputs)
+        sent = (position for delivery in deliveries for position in delivery.inputs)
         self._reads.row_edges.append(tuple(sorted({*edges, *sent})))
         reads.append(position)
         if has_arrived:
@@ -160,13 +171,13 @@ class Collectives:
             return True
         reads: list[int] = []
         names: list[InputName] = []
-        delivered = [part for part in _parts(tensor) if self._numbers(part)]
+        delivered = [part for part in _parts(tensor) if self._unread_deliveries(part)]
         for part in delivered:
             self._reads.read(part, reads, names)
         if names:
             phase, scope = self._place()
             self._step_to("arrival", phase, scope, reads, names)
-        return not any(map(self._numbers, delivered))
+        return not any(map(self._unread_deliveries, delivered))
 
     def note_copy(self, plan: OpPlan, args: tuple[Any, ...]) -> None:
         """Treat a copy from unknown memory into the output of a reduce-scatter as part of it.
@@ -181,7 +192,7 @@ class Collectives:
             or storage_address(source.untyped_storage()) in self._step.ledger.writers
         ):
             return
-        for number in self._numbers(target):
+        for number in self._unread_deliveries(target):
             delivery = self._deliveries[number]
             if "reduce_scatter" in delivery.site.op:
                 delivery.work = None
@@ -193,25 +204,25 @@ class Collectives:
         call: Callable[[], Any],
         phase: str,
         scope: OpScope,
-        given: dict[str, Any],
+        arguments: dict[str, Any],
     ) -> Any:
         step = self._step
         mark = len(step.digests)
         reads: list[int] = []
         names: list[InputName] = []
-        group = _group_of(given)
-        arguments = arguments_json(_arguments_of(given, group))
+        group = _group_of(arguments)
+        shown = arguments_json(_shown_arguments(arguments, group))
         edges: list[tuple[int, ...]] = []
         self._is_sending = True
         try:
-            sent = _sent_tensors(plan.base, given, group)
+            sent = _sent_tensors(plan.base, arguments, group)
             for tensor in sent:
                 first = len(reads)
                 self._reads.read(tensor, reads, names)
                 edges.append(tuple(sorted(set(reads[first:]))))
             start = len(step.digests)
             for tensor in sent:
-                if any(map(self._numbers, _parts(tensor))):
+                if any(map(self._unread_deliveries, _parts(tensor))):
                     step.append_bits(0, step.layouts.without_bits(tensor, IN_FLIGHT))
                 else:
                     step.append(tensor)
@@ -227,15 +238,11 @@ class Collectives:
         finally:
             self._is_sending = False
 
-        site = Site(
-            phase=phase, module=scope.module, op=plan.name, role="sent", arguments=arguments
-        )
+        site = Site(phase=phase, module=scope.module, op=plan.name, role="sent", arguments=shown)
         sites = [replace(site, output=index) for index in range(len(edges))]
-        node = self._step_to(
-            plan.call, phase, scope, reads, names, sites, edges, consts=[arguments]
-        )
+        node = self._step_to(plan.call, phase, scope, reads, names, sites, edges, consts=[shown])
         step.counts.num_digested += 1
-        self._deliver(plan, node, positions, out, given)
+        self._deliver(plan, node, positions, out, arguments)
         return out
 
     def _step_to(
@@ -272,12 +279,12 @@ class Collectives:
         node: CallNode,
         positions: tuple[int, ...],
         out: Any,
-        given: dict[str, Any],
+        arguments: dict[str, Any],
     ) -> None:
         is_functional = not plan.base.startswith("c10d.")
         # a synchronous call has already waited; some works of gloo (reduce_scatter of
         # lists) never report completion
-        is_synchronous = given.get("async_op", True) is False
+        is_synchronous = arguments.get("async_op", True) is False
         last = out[-1] if isinstance(out, list | tuple) and out else out
         has_work = isinstance(last, torch.ScriptObject) and not is_synchronous
         work = dist.Work.unbox(last) if has_work else None  # boxed, it has no methods
@@ -288,7 +295,7 @@ class Collectives:
         site = Site(
             phase=node.phase, module=node.module, op=op, role="delivered", source=node.source
         )
-        for index, tensor in enumerate(_received_tensors(plan.base, given, out)):
+        for index, tensor in enumerate(_received_tensors(plan.base, arguments, out)):
             for part in _parts(tensor):
                 # gloo's thread may replace indices and values at any time
                 if tensor.layout is not STRIDED:
@@ -308,12 +315,12 @@ class Collectives:
         self._step.ledger.deliver(tensor, len(self._deliveries))
         self._deliveries.append(delivery)
 
-    def _numbers(self, tensor: Tensor) -> list[int]:
-        """Return the unread deliveries into a tensor."""
+    def _unread_deliveries(self, tensor: Tensor) -> list[int]:
+        """Return the numbers of the deliveries into a tensor that nothing has read yet."""
         if isinstance(tensor, AsyncCollectiveTensor):
             tensor = tensor.elem
-        known = self._step.ledger.writers.get(storage_address(tensor.untyped_storage()))
-        return known.deliveries(region_of(tensor)) if isinstance(known, PartialWrites) else []
+        writer = self._step.ledger.writers.get(storage_address(tensor.untyped_storage()))
+        return writer.deliveries(region_of(tensor)) if isinstance(writer, PartialWrites) else []
 
     def _place(self) -> tuple[str, OpScope]:
         """Return the phase and scope of a collective.
@@ -346,42 +353,49 @@ def _is_done(work: Any) -> bool:
 
 
 def _sent_tensors(
-    base: str, given: dict[str, Any], group: "dist.ProcessGroup | None"
+    base: str, arguments: dict[str, Any], group: "dist.ProcessGroup | None"
 ) -> list[Tensor]:
+    """Return the tensors that this rank contributes to a collective."""
     op = base.partition(".")[2]
     has_root = op.startswith(("broadcast", "scatter"))  # only the root contributes
-    is_other = group is not None and given.get("root_rank", given.get("src")) != group.rank()
-    if (has_root and is_other) or op.startswith(("recv", "irecv")):
+    root = arguments.get("root_rank", arguments.get("src"))
+    is_receiver = has_root and group is not None and root != group.rank()
+    if is_receiver or op.startswith(("recv", "irecv")):
         return []
-    arguments = (
-        value for key, value in given.items() if not key.startswith("out") and key not in _NOT_SHOWN
+    contributed = (
+        value
+        for key, value in arguments.items()
+        if not key.startswith("out") and key not in _NOT_SHOWN
     )
-    return list(tensors_in(arguments))
+    return list(tensors_in(contributed))
 
 
-def _received_tensors(base: str, given: dict[str, Any], out: Any) -> list[Tensor]:
+def _received_tensors(base: str, arguments: dict[str, Any], out: Any) -> list[Tensor]:
+    """Return the tensors that a collective writes on this rank."""
     if base.partition(".")[2].startswith(("send", "isend")):
         return []
     if not base.startswith("c10d."):
         return list(tensors_in([out]))
-    outputs = list(tensors_in(value for key, value in given.items() if key.startswith("out")))
-    return outputs or list(tensors_in([given.get("tensors")]))
+    outputs = list(tensors_in(value for key, value in arguments.items() if key.startswith("out")))
+    return outputs or list(tensors_in([arguments.get("tensors")]))
 
 
-def _group_of(given: dict[str, Any]) -> "dist.ProcessGroup | None":
+def _group_of(arguments: dict[str, Any]) -> "dist.ProcessGroup | None":
     """Return the group of a call, which is boxed in one argument or named in another."""
-    value = given.get("process_group", given.get("group_name"))
+    value = arguments.get("process_group", arguments.get("group_name"))
     if isinstance(value, torch.ScriptObject):
         return dist.ProcessGroup.unbox(value)
     return process_group_named(value) if isinstance(value, str) else value
 
 
-def _arguments_of(given: dict[str, Any], group: "dist.ProcessGroup | None") -> dict[str, Any]:
+def _shown_arguments(
+    arguments: dict[str, Any], group: "dist.ProcessGroup | None"
+) -> dict[str, Any]:
     """Return the arguments in a form that is equal in all processes of the group,
     and in every run.
     """
-    arguments: dict[str, Any] = {}
-    for name, value in given.items():
+    shown: dict[str, Any] = {}
+    for name, value in arguments.items():
         is_empty = isinstance(value, list | tuple) and not value
         if name in _NOT_SHOWN or is_empty or any(True for _ in tensors_in([value])):
             continue
@@ -389,13 +403,13 @@ def _arguments_of(given: dict[str, Any], group: "dist.ProcessGroup | None") -> d
             # as torch/distributed/_local_tensor does
             # undeclared
             value = dist.ReduceOp.RedOpType(value.op()).name.lower()  # type: ignore[attr-defined]
-        arguments[name] = value
+        shown[name] = value
     if group is not None:
         try:  # not by name, which counts earlier groups
-            arguments["group"] = shown_ranks(tuple(dist.get_process_group_ranks(group)))
+            shown["group"] = shown_ranks(tuple(dist.get_process_group_ranks(group)))
         except (KeyError, ValueError):  # not created by torch.distributed
-            arguments["group"] = f"{group.size()} processes"
-    return arguments
+            shown["group"] = f"{group.size()} processes"
+    return shown
 
 
 @lru_cache(maxsize=256)

@@ -45,9 +45,9 @@ MAX_ENTRIES = 100_000
 
 _QUANTISED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 
-Parts = tuple[tuple[int, int, tuple[int, ...]], ...]
-"""For each tensor argument that covers part of its storage: index, offset in elements,
-and strides.
+ArgumentParts = tuple[tuple[int, int, tuple[int, ...]], ...]
+"""For each tensor argument of an op that covers part of its storage: index, offset in elements,
+and strides. (``has_parts`` and ``parts_of`` are about the tensors inside a tensor.)
 """
 
 
@@ -144,7 +144,9 @@ def has_same_bits(first: Any, second: Any) -> bool:
         or _sizes(first) != _sizes(second)
     ):
         return False
-    is_plain = not any(is_special(one) or one.is_conj() or one.is_neg() for one in (first, second))
+    is_plain = not any(
+        is_special(tensor) or tensor.is_conj() or tensor.is_neg() for tensor in (first, second)
+    )
     if (
         is_plain
         and first.device == second.device
@@ -163,11 +165,13 @@ def difference_of(first: Any, second: Any) -> dict[str, Any]:
         name = type(first).__name__
         return {"shape": (), "dtype": name, "num_elements": 1, "num_differing": 1, "max_ulps": None}
     dtype = str(first.dtype).removeprefix("torch.")
-    found = Measure(num_elements=first.numel(), num_differing=first.numel())
+    measured = Measure(num_elements=first.numel(), num_differing=first.numel())
     is_plain = isinstance(second, Tensor) and not is_special(first) and not is_special(second)
     if is_plain and first.shape == second.shape and first.dtype == second.dtype:
-        found = measure_tensors(first, second)
-    counts = {name: getattr(found, name) for name in ("num_elements", "num_differing", "max_ulps")}
+        measured = measure_tensors(first, second)
+    counts = {
+        name: getattr(measured, name) for name in ("num_elements", "num_differing", "max_ulps")
+    }
     return {"shape": _sizes(first), "dtype": dtype, **counts}
 
 
@@ -187,12 +191,12 @@ def _sizes(tensor: Tensor) -> tuple[int, ...]:
 
 def parts_of_arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any], offset_of: Callable[[Tensor], int]
-) -> Parts:
+) -> ArgumentParts:
     """Return which part of its storage each argument covers;
     only this distinguishes ops on two halves of a tensor.
     """
-    found: list[tuple[int, int, tuple[int, ...]]] = []
-    at = 0
+    parts: list[tuple[int, int, tuple[int, ...]]] = []
+    index = 0
     for value in (*args, *kwargs.values()) if kwargs else args:
         for item in value if value.__class__ in (list, tuple) else (value,):
             if item.__class__ in PLAIN and item.layout is STRIDED and not item.is_nested:
@@ -200,18 +204,18 @@ def parts_of_arguments(
                 if (item.storage_offset() or not is_whole) and (
                     (offset := offset_of(item)) or not is_whole
                 ):
-                    found.append((at, offset, item.stride()))
-            at += 1
-    return tuple(found)
+                    parts.append((index, offset, item.stride()))
+            index += 1
+    return tuple(parts)
 
 
-def describe_parts(parts: Parts = ()) -> str:
+def describe_parts(parts: ArgumentParts = ()) -> str:
     """Return the ``detail`` of a ``TensorLayout`` for these parts; "" for none."""
     texts = [
-        f"argument {at} from element {offset} by {list(stride)}"
-        if at >= 0
+        f"argument {index} from element {offset} by {list(stride)}"
+        if index >= 0
         else f"from element {offset}"
-        for at, offset, stride in parts
+        for index, offset, stride in parts
     ]
     return f"{READS}{'; '.join(texts)}" if texts else ""
 
@@ -248,7 +252,7 @@ class LayoutTable:
         self.slots.clear()
         self.order: list[LayoutSlot] = []
         self._digests: list[int] = []
-        self._known: list[tuple[list[int], int]] = []
+        self._recent: list[tuple[list[int], int]] = []  # indices of whole layouts, with their ids
         self.none = self._add(None, None)
         self.tags = {tag: self.special(tag) for tag in ("float", "int", "bool", "digest")}
 
@@ -269,18 +273,18 @@ class LayoutTable:
         parts: tuple[int, ...],
     ) -> LayoutSlot:
         """Return the slot of an ordinary tensor for the native recorder,
-        which has ``Parts`` as one list of numbers.
+        which has ``ArgumentParts`` as one list of numbers.
 
         Each part is an index, an offset, the number of strides, and the strides.
         """
         key: tuple[Any, ...] = (dtype, shape, stride)
-        found: list[tuple[int, int, tuple[int, ...]]] = []
+        argument_parts: list[tuple[int, int, tuple[int, ...]]] = []
         while parts:
-            at, offset, num_strides, *rest = parts
-            found.append((at, offset, tuple(rest[:num_strides])))
+            index, offset, num_strides, *rest = parts
+            argument_parts.append((index, offset, tuple(rest[:num_strides])))
             parts = tuple(rest[num_strides:])
-        if found:
-            key = (*key, tuple(found))
+        if argument_parts:
+            key = (*key, tuple(argument_parts))
         return self.slots.get(key) or self.add_strided(key)
 
     def special(self, dtype: str, shape: tuple[int, ...] = (), detail: str = "") -> LayoutSlot:
@@ -346,11 +350,12 @@ class LayoutTable:
         return slot
 
     def layout_id(self, indices: list[int]) -> int:
-        for known, identity in self._known:
-            if known == indices:
+        """Return the id of the layout of a step, whose sites have the slots at ``indices``."""
+        for recent, identity in self._recent:
+            if recent == indices:
                 return identity
         identity = layout_id(np.asarray(self._digests, dtype="<u8")[indices])
-        self._known = [(indices, identity), *self._known[:3]]
+        self._recent = [(indices, identity), *self._recent[:3]]
         return identity
 
     def layout(self, indices: list[int]) -> Layout:

@@ -1,5 +1,6 @@
-"""Random generators in a step: an op that draws reads its generator's state;
-the ledger records all generators.
+"""Random generators in a step: their states, which sites they depend on, and a log of them.
+
+An op that draws reads its generator's state, so the state is an input site of the op.
 """
 
 from collections.abc import Collection, Mapping
@@ -49,8 +50,8 @@ class GeneratorReader:
         """
         self.has_begun = True
         states = {
-            name: state_bytes(held)
-            for name, held in process_generators()
+            name: state_bytes(generator)
+            for name, generator in process_generators()
             if idle is None or name in idle
         }
         self._last = {name: (state, IDLE) for name, state in states.items()}
@@ -154,8 +155,8 @@ def generator_of(
 
 
 class GeneratorLog:
-    """Collects the states of all generators at each point of a step, as evidence; about 5
-    microseconds a point.
+    """Collects the states of all generators at moments of a step, as evidence; about 5 microseconds
+    a moment.
     """
 
     def __init__(self, reader: GeneratorReader) -> None:
@@ -165,22 +166,22 @@ class GeneratorLog:
         self._deferred = DeferredDigests()
 
     @hidden
-    def mark(self, point: str, *, with_seeds: bool = False) -> None:
+    def mark(self, moment: str, *, with_seeds: bool = False) -> None:
         """Note the states of all generators; during a capture, without those of devices."""
-        held = ((name, one) for name, one in self.held.items() if is_readable(one))
-        for name, generator in (*process_generators(), *held):
-            self.note(point, "generator", name, value=self._reader.read(name, generator))
+        further = [(name, held) for name, held in self.held.items() if is_readable(held)]
+        for name, generator in (*process_generators(), *further):
+            self.note(moment, "generator", name, value=self._reader.read(name, generator))
             if with_seeds and isinstance(generator, Generator):
                 self.note(
-                    point, "seed", name, value=generator.initial_seed() & 0xFFFF_FFFF_FFFF_FFFF
+                    moment, "seed", name, value=generator.initial_seed() & 0xFFFF_FFFF_FFFF_FFFF
                 )
 
-    def begin(self, point: str, idle: Collection[str] | None = None) -> None:
+    def begin(self, moment: str, idle: Collection[str] | None = None) -> None:
         """Treat these generators (or all) as idle up to now, and start to watch them; note the
         first state of each.
         """
         for name, digest in self._reader.begin(idle).items():
-            self.note(point, "start", name, value=digest, text=format_digest(digest))
+            self.note(moment, "start", name, value=digest, text=format_digest(digest))
             self._rows = [
                 (*row[:4], IDLE, "") if row[1:3] == ("generator", name) else row
                 for row in self._rows
@@ -196,6 +197,7 @@ class GeneratorLog:
         value: Bits = 0,
         text: str = "",
     ) -> None:
+        """Add a row; see ``EvidenceRow``."""
         self._rows.append((moment, kind, of, part, value, text))
 
     def note_tensor(self, kind: EvidenceKind, of: str, tensor: Tensor) -> None:

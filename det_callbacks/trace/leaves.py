@@ -1,4 +1,4 @@
-"""Lists the leaves of a nested structure by path, and the state of a training by name.
+"""Lists the leaves of a nested structure by path, and the state of model and optimizers by name.
 
 It reads what an object stores, not what the methods and properties of its class return: they are
 the program's code, which may draw random numbers or load a file.
@@ -86,6 +86,7 @@ def _leaves(
 
 
 def _children(tree: Any, name: str, *, is_whole: bool) -> list[tuple[str, Any]] | None:
+    """Return the children of an object with their paths, or None if it is a leaf."""
     kind = type(tree)
     attributes = {} if kind in _CONTAINERS else _attributes(tree)
     store = _store_of(tree, attributes or {})
@@ -94,14 +95,14 @@ def _children(tree: Any, name: str, *, is_whole: bool) -> list[tuple[str, Any]] 
         places = [f".{field}" for field in fields] or [
             f"[{index}]" for index in range(tuple.__len__(tree))
         ]
-        found = [
+        items = [
             (name + place, value)
             for place, value in zip(places, tuple.__iter__(tree), strict=False)
         ]
     elif issubclass(kind, list):
-        found = [(f"{name}[{index}]", value) for index, value in enumerate(list.__iter__(tree))]
+        items = [(f"{name}[{index}]", value) for index, value in enumerate(list.__iter__(tree))]
     elif store is not None:
-        found = sorted(
+        items = sorted(
             [(f"{name}[{shown(key)}]", value) for key, value in _items(store)], key=_path
         )
     elif attributes is None:
@@ -110,14 +111,14 @@ def _children(tree: Any, name: str, *, is_whole: bool) -> list[tuple[str, Any]] 
         # a mapping holds its entries in attributes, often private ones
         return _members(kind, attributes, name, is_whole=is_whole or issubclass(kind, Mapping))
     if not attributes or issubclass(kind, UserDict):
-        return found
+        return items
     # attributes may show what the container holds; small numbers are one object everywhere
-    known = {
+    ids_of_items = {
         id(store),
-        *(id(value) for _, value in found if not issubclass(type(value), (int, float))),
+        *(id(value) for _, value in items if not issubclass(type(value), (int, float))),
     }
     members = _members(kind, attributes, name, is_whole=is_whole)
-    return found + [member for member in members if id(member[1]) not in known]
+    return items + [member for member in members if id(member[1]) not in ids_of_items]
 
 
 def _store_of(tree: Any, attributes: Mapping[str, Any]) -> dict[Any, Any] | None:
@@ -125,8 +126,8 @@ def _store_of(tree: Any, attributes: Mapping[str, Any]) -> dict[Any, Any] | None
     or its only attribute of that kind.
     """
     if issubclass(type(tree), dict):
-        held: dict[Any, Any] = tree
-        return held
+        own: dict[Any, Any] = tree
+        return own
     if type(tree) is MappingProxyType:
         (shown_mapping,) = get_referents(tree)  # its methods run code of the mapping that it shows
         return _store_of(shown_mapping, _attributes(shown_mapping) or {})
@@ -137,6 +138,7 @@ def _store_of(tree: Any, attributes: Mapping[str, Any]) -> dict[Any, Any] | None
 
 
 def _items(store: dict[Any, Any]) -> list[tuple[Any, Any]]:
+    """Return the entries of a dictionary, without a method that its class overrides."""
     return list(OrderedDict.items(store) if isinstance(store, OrderedDict) else dict.items(store))
 
 
@@ -159,6 +161,9 @@ def shown(key: Any) -> str:
 def _members(
     kind: type, attributes: Mapping[str, Any], name: str, *, is_whole: bool
 ) -> list[tuple[str, Any]]:
+    """Return the attributes of an object with their paths, and the entries of a private mapping
+    that its class shows as attributes (see ``leaves``).
+    """
     fields = (
         {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else ()
     )
@@ -199,17 +204,17 @@ def _attributes(value: Any) -> dict[str, Any] | None:
 
 def attributes_of(value: Any) -> dict[str, Any]:
     """Return what an instance stores in its ``__dict__`` and in the slots of Python classes."""
-    found: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     slots: dict[str, Any] = {}
     for base in type(value).__mro__[:-1]:
         for key, descriptor in vars(base).items():
             is_own = isinstance(descriptor, GetSetDescriptorType | MemberDescriptorType)
             if key == "__dict__" and is_own:
-                found.update(descriptor.__get__(value))
+                attributes.update(descriptor.__get__(value))
             elif is_own and key != "__weakref__" and base.__flags__ & _HEAP_TYPE:
                 with suppress(AttributeError):  # not set
                     slots[key] = descriptor.__get__(value)
-    return {**found, **slots}
+    return {**attributes, **slots}
 
 
 class StateWalker:
@@ -231,13 +236,13 @@ class StateWalker:
                 (f"{name}." if name else "", module, _children_of(module))
                 for name, module in modules_in(self._root)
             ]
-        known = set()
+        seen = set()
         entries: list[tuple[str, Tensor]] = []
         for kind in kinds:
             for prefix, module, _ in self._modules:
                 for name, value in getattr(module, kind).items():
-                    if value is not None and id(value) not in known:
-                        known.add(id(value))
+                    if value is not None and id(value) not in seen:
+                        seen.add(id(value))
                         entries.append((prefix + name, value))
         return entries
 
@@ -267,7 +272,7 @@ def states_of_parameters(
                     or f"optimizer {index} group {group_index} [{number}]"
                 )
                 for key, value in (optimizer.state.get(parameter) or {}).items():
-                    is_one = isinstance(value, Tensor | bool | int | float)
-                    for path, item in ((key, value),) if is_one else flatten(value, str(key)):
+                    is_leaf = isinstance(value, Tensor | bool | int | float)
+                    for path, item in ((key, value),) if is_leaf else flatten(value, str(key)):
                         entries.append((parameter, (f"{path} of {owner}", item)))
     return entries

@@ -12,7 +12,7 @@ from enum import Enum
 from functools import lru_cache
 from threading import local
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -100,6 +100,15 @@ class _Here(local):
     is_own: bool | None = None
 
 
+class ModuleCall(NamedTuple):
+    """A running call of a module."""
+
+    module: nn.Module
+    scope: OpScope
+    backward_pass: int  # in which it runs, -1 if in none
+    is_recomputed: bool  # whether a checkpoint recomputes it
+
+
 class ModuleStack:
     """The modules that run in the step's thread, named relative to ``root``,
     or to the outermost's class.
@@ -108,9 +117,7 @@ class ModuleStack:
     """
 
     def __init__(self, root: nn.Module | None) -> None:
-        # module, scope, backward pass of the call (-1 if none),
-        # and whether a checkpoint recomputes it
-        self.stack: list[tuple[nn.Module, OpScope, int, bool]] = []
+        self.stack: list[ModuleCall] = []
         # scope, pass and flag of the innermost call; in a compiled region,
         # ``current`` is the region's scope
         self.current, self.backward_pass, self.is_recomputed = NOWHERE, -1, False
@@ -122,9 +129,9 @@ class ModuleStack:
         self._here = _Here()
         self._scopes: dict[int, OpScope] = {}
         self._modules: list[nn.Module] = []
-        self._at_next: Callable[[], None] | None = None
+        self._before_next: Callable[[], None] | None = None
         self._entered: nn.Module | None = None  # by ``enter_call``
-        self._key: int | None = None
+        self._hook_key: int | None = None
         self._hooks = (self.enter, self._leave)
         self._has_refreshed = False
         self._filters: list[Any] = []
@@ -144,24 +151,23 @@ class ModuleStack:
         key = -1
         while key in global_hooks or key in global_pre_hooks:
             key -= 1
-        self._key = key
+        self._hook_key = key
         global_pre_hooks[key], global_hooks[key] = self._hooks
         always_called[key] = True
-        # filterwarnings would show every warning once more
-        # a list, declared as a sequence
-        self._filters = warnings.filters  # type: ignore[assignment]
+        # warnings.filterwarnings would show again what was shown once
+        self._filters = warnings.filters  # type: ignore[assignment]  # a list, declared as a sequence
         self._filters.insert(0, _NO_WARNING)
 
     def close(self) -> None:
         """Remove the hooks, if there are any."""
-        self._at_next = self._entered = None
-        if self._key is None:
+        self._before_next = self._entered = None
+        if self._hook_key is None:
             return
         for hooks in (global_pre_hooks, global_hooks, always_called):
-            hooks.pop(self._key, None)
+            hooks.pop(self._hook_key, None)
         if _NO_WARNING in self._filters:
             self._filters.remove(_NO_WARNING)
-        self._key = None
+        self._hook_key = None
         self._here = _Here()
         self.stack.clear()
         self.return_to_stack()
@@ -169,8 +175,9 @@ class ModuleStack:
         if sys.getrecursionlimit() == ours:  # the program has not set it since
             sys.setrecursionlimit(before)
 
-    def call_at_next(self, function: Callable[[], None]) -> None:
-        self._at_next = function
+    def call_before_next(self, function: Callable[[], None]) -> None:
+        """Call a function once, when the next module is entered."""
+        self._before_next = function
 
     def forget(self) -> None:
         """Forget the modules that are named by class: this table would keep them alive."""
@@ -207,8 +214,11 @@ class ModuleStack:
         return self._here.is_own is False
 
     def return_to_stack(self) -> None:
-        innermost = self.stack[-1][1:] if self.stack else (NOWHERE, -1, False)
-        self.current, self.backward_pass, self.is_recomputed = innermost
+        """Make the innermost running module the current one again."""
+        if self.stack:
+            _, self.current, self.backward_pass, self.is_recomputed = self.stack[-1]
+        else:
+            self.current, self.backward_pass, self.is_recomputed = NOWHERE, -1, False
 
     @runs_uncompiled  # in a compiled hook, is_compiling() would be True forever
     def enter(self, module: nn.Module, _args: tuple[Any, ...]) -> None:
@@ -218,13 +228,13 @@ class ModuleStack:
         if self.is_elsewhere():
             return
         entered, self._entered = self._entered, None
-        if entered is module and self.stack and self.stack[-1][0] is module:
+        if entered is module and self.stack and self.stack[-1].module is module:
             return
         if self.on_enter is not None:
             self.on_enter()
-        if self._at_next is not None:
-            at_next, self._at_next = self._at_next, None
-            at_next()
+        if self._before_next is not None:
+            before_next, self._before_next = self._before_next, None
+            before_next()
         # ops of a module outside the model count as its caller's
         scope = self._scope_of(module) or self.current
         backward_pass = graph_task_id()
@@ -232,7 +242,7 @@ class ModuleStack:
             (self.is_recomputed and self.backward_pass == backward_pass)
             or repeated_region() is not None
         )
-        self.stack.append((module, scope, backward_pass, is_recomputed))
+        self.stack.append(ModuleCall(module, scope, backward_pass, is_recomputed))
         self.current, self.backward_pass, self.is_recomputed = scope, backward_pass, is_recomputed
 
     def enter_call(self, module: nn.Module) -> None:
@@ -251,18 +261,17 @@ class ModuleStack:
                 self.on_return_elsewhere(output)
             return
         depth = len(self.stack)
-        if not (depth and self.stack[-1][0] is module):
-            running = (depth for depth in range(depth, 0, -1) if self.stack[depth - 1][0] is module)
-            depth = next(running, 0)
+        while depth and self.stack[depth - 1].module is not module:
+            depth -= 1
         if depth:
-            _, scope, backward_pass, _ = self.stack[depth - 1]
+            call = self.stack[depth - 1]
             if (
                 self.on_output is not None
                 and output is not None
-                and backward_pass == -1
+                and call.backward_pass == -1
                 and id(module) in self._scopes
             ):
-                self.on_output(scope.module, output)
+                self.on_output(call.scope.module, output)
             # an exception, such as checkpointing's early stop, may skip the hooks of inner modules
             del self.stack[depth - 1 :]
             self.return_to_stack()

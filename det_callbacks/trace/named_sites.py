@@ -1,25 +1,16 @@
-"""Sites of named tensors: state, batch, loss, gradients, outputs of modules."""
+"""Sites of named tensors and numbers: state, batch, loss, gradients, outputs of modules."""
 
-import struct
 from collections.abc import Collection, Iterable, Sequence
-from ctypes import string_at
-from dataclasses import dataclass
-from functools import partial
-from threading import RLock
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from det_callbacks.digest.components import tensor_bits
-from det_callbacks.digest.deferred import Bits, derived
-from det_callbacks.digest.host import digest_bytes, digest_rows, digest_spans
-from det_callbacks.digest.unobserved import hidden
-from det_callbacks.internals.torch import is_batched, storage_address, without_dispatch
+from det_callbacks.digest.deferred import Bits
+from det_callbacks.digest.host import digest_spans
+from det_callbacks.internals.torch import is_batched, storage_address
 from det_callbacks.runs.program import (
     IN_FLIGHT,
-    UNREAD,
     Role,
     Site,
     SiteRow,
@@ -37,26 +28,13 @@ from det_callbacks.trace.components import (
     LayoutSlot,
     address_of,
     has_parts,
-    holds_data,
-    unwrapped,
 )
 from det_callbacks.trace.generators import GeneratorTrail, process_generators
 from det_callbacks.trace.leaves import Entry, is_constant, leaves
 from det_callbacks.trace.places import Addresses, Places, addresses_of, has_address
-from det_callbacks.trace.sites import DeferredSites, SpecialName
+from det_callbacks.trace.sites import SpecialName
 from det_callbacks.trace.step import Step
 from det_callbacks.trace.storages import PartialWrites
-
-MAX_SAMPLES = 1024  # samples of larger batches are not digested individually
-MAX_SKETCHED = 8  # digests in a sketch; ``compare.evidence`` searches fewer of them
-
-_DTYPES_OF_ARRAYS = frozenset(
-    [
-        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
-        *("float16", "float32", "float64", "complex64", "complex128"),
-    ]
-)
-_WORD_SIZES = (1, 2, 4, 8)  # bytes
 
 
 class Derived(NamedTuple):
@@ -115,6 +93,9 @@ class NamedSites:
 
         ``label`` distinguishes groups at the same place. Their module is ``owner``, or is taken
         from each name. If ``is_writer``, later ops that read the tensors read these sites.
+
+        A group has hundreds of tensors, so the loop calls no function for an ordinary one, and
+        ``digest_spans`` digests them together.
         """
         if self._captures.skips():
             return {}
@@ -278,182 +259,12 @@ def _by_row(reads: Iterable[int | None]) -> list[list[int]]:
     """Return the sorted reads of each row, each once, from a list that
     ``rowwise`` could have made.
     """
-    found: list[list[int]] = []
-    positions: set[int] = set()
-    for at in reads:
-        if at is None:
-            found.append(sorted(positions))
-            positions = set()
+    rows: list[list[int]] = []
+    row: set[int] = set()
+    for position in reads:
+        if position is None:
+            rows.append(sorted(row))
+            row = set()
         else:
-            positions.add(at)
-    return found
-
-
-class ModuleOutputs:
-    """Records outputs of selected modules, and their gradients.
-
-    Full backward hooks break in-place activations, so it uses hooks of tensors.
-    """
-
-    def __init__(self, named: NamedSites, places: Places, lock: RLock) -> None:
-        self._named, self._places, self._lock = named, places, lock
-        self._open_token: object = None  # hooks that outlive their step hold another
-
-    def open(self) -> None:
-        self._open_token = object()
-        self._places.modules.on_output = self._record
-
-    def close(self) -> None:
-        self._open_token = None
-        self._places.modules.on_output = None
-
-    @hidden
-    def _record(self, module: str, output: Any) -> None:
-        places = self._places
-        phase, scope = places.phase, scope_in(module, recomputed=False)
-        is_recorded = places.selects(phase, scope)
-        is_followed = places.selects("backward", scope) and torch.is_grad_enabled()
-        if not (is_recorded or is_followed):
-            return
-        entries = (
-            (("output", output),)
-            if isinstance(output, Tensor)
-            else self._named.readable(output, "output")
-        )
-        for name, tensor in entries:
-            if not isinstance(tensor, Tensor):
-                continue
-            inner = unwrapped(tensor)
-            if is_recorded:
-                with self._lock:
-                    self._named.record_output(phase, module, name, inner)
-            if is_followed and inner is tensor and tensor.requires_grad and not has_parts(tensor):
-                node = tensor.grad_fn
-                number = None if node is None else tensor.output_nr
-                receive = partial(
-                    self._record_gradient, self._open_token, module, f"grad of {name}", number
-                )
-                # a hook of the tensor would be among those that the
-                # program sees; a leaf has no node
-                (tensor.register_hook if node is None else node.register_prehook)(receive)
-
-    @hidden
-    def _record_gradient(
-        self, token: object, module: str, name: str, number: int | None, given: Any
-    ) -> None:
-        gradient: Tensor | None = given if number is None else given[number]
-        # None is a zero gradient that autograd did not materialise
-        if (
-            gradient is not None
-            and token is self._open_token
-            and not self._places.elsewhere.is_running()
-        ):
-            with self._lock:
-                self._named.record_output("backward", module, name, unwrapped(gradient))
-
-
-@dataclass(frozen=True, slots=True)
-class Samples:
-    """The samples of a batch tensor (dimension 0), independent of their order.
-
-    The sketch, the 8 smallest digests of samples, identifies batches of the same data in a
-    different order (bottom-k, Cohen and Kaplan 2007). Samples of 8 bytes or less
-    have none, since they repeat.
-    """
-
-    digest: int
-    sketch: tuple[int, ...]
-    num_bytes: int  # of one sample
-
-
-def record_batch(
-    step: Step, named: NamedSites, batch: Any, found: list[Samples], name_of_batch: str = "batch"
-) -> None:
-    """Record the tensors of a batch (phase data), each of 2 to 1,024 samples with an
-    order-independent digest of these.
-
-    Opaque objects are recorded by their type. Appends the samples of the tensors to ``found``,
-    which samples on a device enter when the step is settled; those of 1, 2, 4 or 8 bytes, which
-    have no sketch, never do.
-    """
-    entries: list[Entry | DerivedEntry] = []
-    unread: dict[str, str] = {}
-    for name, leaf in leaves(batch, name_of_batch, is_whole=True):
-        value = tensor_of_array(leaf) if type(leaf) is np.ndarray else leaf
-        if issubclass(type(value), Tensor | int | float):
-            entries.append((name, value))
-            if _has_samples(value):
-                bits = _digest_samples(step.deferred, value, found)
-                if value.shape[0] > 1:
-                    entries.append((SpecialName("samples", name), Derived(bits, step.layouts.none)))
-        elif not is_constant(value):
-            unread.setdefault(f"{type(value).__module__}.{type(value).__qualname__}", name)
-    for kind, name in unread.items():
-        entries.append((name, Derived(0, step.layouts.special(kind, (), UNREAD))))
-        step.counts.opaque.add(f"{name} ({kind})")
-    named.record_group("batch", "data", entries, owner="", is_writer=True)
-
-
-def tensor_of_array(array: np.ndarray) -> Any:
-    """Return the tensor that shares the memory of a NumPy array, or a copy;
-    the array if torch lacks its dtype.
-    """
-    if array.dtype.name not in _DTYPES_OF_ARRAYS or not array.dtype.isnative:
-        return array
-    # as torch needs them
-    are_whole = all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)
-    is_shared = array.flags.writeable and are_whole
-    return torch.from_numpy(array if is_shared else array.copy())
-
-
-def _has_samples(value: Any) -> TypeGuard[Tensor]:
-    if (
-        not isinstance(value, Tensor)
-        or has_parts(value)
-        or not holds_data(value)
-        or value.is_quantized
-    ):
-        return False
-    # nested tensors of the older layout have no sizes
-    return (
-        not value.is_nested
-        and value.numel() > 0
-        and value.dim() > 0
-        and value.shape[0] <= MAX_SAMPLES
-    )
-
-
-def _digest_samples(deferred: DeferredSites, tensor: Tensor, found: list[Samples]) -> Bits:
-    if not deferred.is_deferred(tensor):
-        found.append(samples_of(tensor))
-        return found[-1].digest
-    size = tensor.numel() // tensor.shape[0] * tensor.itemsize
-    if size in _WORD_SIZES:
-        copy = deferred.fetch(tensor)
-        return derived((), lambda _: samples_of(copy).digest)
-    rows = deferred.digest_rows(tensor)
-    deferred.ask(rows, lambda digests: found.append(_of_digests(digests, size)))
-    return derived(rows, lambda digests: _of_digests(digests, size).digest)
-
-
-def samples_of(tensor: Tensor) -> Samples:
-    """Return the samples of a strided tensor.
-
-    The digest covers the sorted digests of the samples, or the sorted samples if
-    they have 1, 2, 4 or 8 bytes.
-    """
-    if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        with without_dispatch(), torch.no_grad():
-            tensor = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    num_samples, address = tensor.shape[0], tensor.data_ptr()
-    size = tensor.numel() // num_samples * tensor.itemsize
-    if size not in _WORD_SIZES:
-        return _of_digests(digest_rows(address, num_samples, size), size)
-    words = np.sort(np.frombuffer(string_at(address, num_samples * size), dtype=f"<u{size}"))
-    return Samples(digest_bytes(words.tobytes()), (), size)
-
-
-def _of_digests(digests: Sequence[int], size: int) -> Samples:
-    digests = sorted(digests)
-    sketch = tuple(digests[:MAX_SKETCHED]) if size > max(_WORD_SIZES) else ()
-    return Samples(digest_bytes(struct.pack(f"<{len(digests)}Q", *digests)), sketch, size)
+            row.add(position)
+    return rows

@@ -44,17 +44,21 @@ _UNDOCUMENTED = frozenset({"aten.kthvalue"})
 
 
 class NondeterministicOps:
-    """Catches torch's errors for these ops, runs allowed ones again, and lists all."""
+    """Catches torch's errors for ops without a deterministic implementation: runs an allowed op
+    again, and lists all of them.
+    """
 
     def __init__(self, allow: Sequence[str] = ()) -> None:
         # called when ``found`` grows
         self.on_new: Callable[[tuple[NondeterministicOp, ...]], None] | None = None
         self._allow = [OpPattern.parse(pattern) for pattern in allow]
         self._found: dict[tuple[Any, ...], NondeterministicOp] = {}
-        self._silenced: dict[str, Any] = {}
+        self._silenced: dict[str, Any] = {}  # message of torch -> our filter for its warning
 
     def close(self) -> None:
-        kept = [one for one in warnings.filters if one not in self._silenced.values()]
+        """Remove our filters of torch's warnings."""
+        silenced = self._silenced.values()
+        kept = [each for each in warnings.filters if each not in silenced]
         warnings.filters[:] = kept  # type: ignore[index]  # a list, declared as a sequence
         with warnings.catch_warnings():
             pass  # exiting clears Python's cache of filters
@@ -89,7 +93,7 @@ class NondeterministicOps:
         return guarded
 
     def may_alert(self, plan: OpPlan) -> bool:
-        """Return whether torch says of an op that it has no deterministic implementation."""
+        """Return whether torch may report that an op has no deterministic implementation."""
         return plan.base in self._suspects
 
     @cached_property
@@ -101,24 +105,25 @@ class NondeterministicOps:
     def _require_allowed(
         self, error: RuntimeError, op: str, mode: str, phase: str, scope: OpScope
     ) -> None:
+        """List the op that raised ``error``, and warn at its first call; raise if ``mode`` is
+        "error" and it is not allowed.
+        """
         module, source = scope.module, source_of(scope)
         is_allowed = any(pattern.matches(phase, module, op) for pattern in self._allow)
         message = str(error).split(", but you set")[0]
-        found = NondeterministicOp(
+        listed = NondeterministicOp(
             op=op, phase=phase, module=module, source=source, message=message, is_allowed=is_allowed
         )
-        known = self._found.get(key := (op, phase, module, source))
-        self._found[key] = found if known is None else replace(known, num_calls=known.num_calls + 1)
-        words = f"{found.place} has no deterministic implementation ({message})."
-        if known is None and mode == "warn" and not is_allowed:
+        earlier = self._found.get(key := (op, phase, module, source))
+        self._found[key] = (
+            listed if earlier is None else replace(earlier, num_calls=earlier.num_calls + 1)
+        )
+        words = f"{listed.place} has no deterministic implementation ({message})."
+        if earlier is None and mode == "warn" and not is_allowed:
             warnings.warn(words, NondeterministicOpWarning, stacklevel=2)
-        if known is None and self.on_new is not None:
+        if earlier is None and self.on_new is not None:
             self.on_new(self.found)
-        # our warning replaces torch's, which names no module; a catch_warnings in
-        # user code may drop the filter
-        if self._silenced.get(message) not in warnings.filters:
-            warnings.filterwarnings("ignore", message=re.escape(message), category=UserWarning)
-            self._silenced[message] = warnings.filters[0]
+        self._silence(message)
         if mode == "error" and not is_allowed:
             where = f"{module}:{op}" if module not in ("", "?") else op
             raise NondeterministicOpError(
@@ -128,6 +133,13 @@ class NondeterministicOps:
                 op,
                 module,
             ) from error
+
+    def _silence(self, message: str) -> None:
+        """Ignore torch's warning, which names no module: ours replaces it."""
+        # a catch_warnings in user code may have dropped the filter
+        if self._silenced.get(message) not in warnings.filters:
+            warnings.filterwarnings("ignore", message=re.escape(message), category=UserWarning)
+            self._silenced[message] = warnings.filters[0]
 
 
 class NondeterministicOpWatch:
@@ -159,18 +171,20 @@ class NondeterministicOpWatch:
     def _op(
         self, func: Any, _types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        known = self._calls.get(id(func))
-        if known is None:
-            plan = make_plan(func)
-            known = self._calls[id(func)] = (plan, self._ops.guard(plan, self._place))
-        if comes_apart(known[0], args, kwargs):
+        plan, call = self._calls.get(id(func)) or self._guarded(func)
+        if comes_apart(plan, args, kwargs):
             return TAKE_APART
         # the forward of a custom Function runs without gradients, after its node is made
         if torch.is_grad_enabled() or graph_task_id() == -1:
             self._module_of_node.setdefault(
                 next_sequence_number() - 1, self._modules.current.module
             )
-        return known[1](*args, **kwargs)
+        return call(*args, **kwargs)
+
+    def _guarded(self, func: Any) -> tuple[OpPlan, Callable[..., Any]]:
+        plan = make_plan(func)
+        guarded = self._calls[id(func)] = (plan, self._ops.guard(plan, self._place))
+        return guarded
 
     def _place(self) -> tuple[str, OpScope]:
         if graph_task_id() == -1:
@@ -180,8 +194,10 @@ class NondeterministicOpWatch:
 
 
 class Plans:
-    """``known`` has the plans of the running op: of those whose call may run Python code
-    of the program, or others.
+    """The plans of ops, each with a call that guards it.
+
+    ``known`` is one of two tables, which the mode chooses before each op: ``of_python`` if the call
+    may run Python code of the program, else ``of_native``.
     """
 
     def __init__(self, place: Callable[[], tuple[str, OpScope]]) -> None:
@@ -208,8 +224,8 @@ class Plans:
         )
 
     def of(self, func: Any) -> OpPlan:
-        if (known := self.known.get(id(func))) is not None:
-            return known
+        if (plan_in_use := self.known.get(id(func))) is not None:
+            return plan_in_use
         plan = make_plan(func)
         if self.known is self.of_python or type(func) is not OpOverload or func.namespace != "aten":
             # not its kernel, with which a dispatch mode below would be skipped as well

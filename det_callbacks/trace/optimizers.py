@@ -54,7 +54,7 @@ class OptimizerPhases:
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if not any(optimizer is known for known in self.seen):
+        if not any(optimizer is earlier for earlier in self.seen):
             self.seen.append(optimizer)
             self.on_new()
         self._outer.append(self.owner.phase)

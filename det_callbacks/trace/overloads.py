@@ -247,7 +247,9 @@ def make_plan(func: Any) -> OpPlan:
     conditions = dict.fromkeys(hidden, "training") if "training" in names else {}
     if base in WRITTEN_IF:
         conditions = dict([WRITTEN_IF[base]])
-    is_declared = returns and all(one.alias_info and not one.alias_info.is_write for one in returns)
+    is_declared = returns and all(
+        returned.alias_info and not returned.alias_info.is_write for returned in returns
+    )
     is_view = not written and bool(is_declared or base in UNDECLARED_VIEWS)
     call = kernel_of(func)
     may_be_in_flight = "non_blocking" in names
@@ -359,8 +361,8 @@ def written_arguments(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any
     written: list[Tensor] = []
     for write in plan.writes:
         if plan.written_if and (condition := plan.written_if.get(write.name)):
-            given = plan.argument(condition, args, kwargs)
-            if given is None or given is False:
+            flag = plan.argument(condition, args, kwargs)
+            if flag is None or flag is False:
                 continue
         value = args[write.index] if write.index < len(args) else kwargs.get(write.name)
         if isinstance(value, Tensor):

@@ -1,8 +1,7 @@
 """What an op belongs to: its phase, module, and the names of its tensors.
 
-Modules that other threads of a step call, and the backward pass through what they computed.
-
-Both are counted, not recorded. Which thread is first is a matter of timing, and so is the order of
+The recorder only counts the modules that other threads of a step call, and the ops of the backward
+pass through their outputs. Which thread runs first is a matter of timing, and so is the order of
 their autograd nodes: the engine sorts nodes by numbers that each thread counts separately.
 """
 
@@ -83,7 +82,7 @@ class NameTable:
         """
         address = address_of(tensor)
         begins = self._begins.get(storage_address(tensor.untyped_storage()), ())
-        begin = max((one for one in begins if one <= address), default=None)
+        begin = max((known for known in begins if known <= address), default=None)
         return (
             int(tensor.storage_offset()) if begin is None else (address - begin) // tensor.itemsize
         )
@@ -92,8 +91,8 @@ class NameTable:
         """Return the name of an ordinary strided tensor, perhaps a gradient,
         that an op has written.
         """
-        if (known := self.of(tensor)) is not None:
-            return known
+        if (own_name := self.of(tensor)) is not None:
+            return own_name
         if not (address := address_of(tensor)):  # an efficient zero tensor has no memory
             return None
         for name, parameter in self.list_parameters(tensor.shape):
@@ -146,19 +145,19 @@ class Elsewhere:
         which is not the step's.
         """
         tensors = (leaf for _, leaf in flatten(output, "") if isinstance(leaf, Tensor))
-        found = self._reachable(tensor.grad_fn for tensor in tensors)
+        nodes = self._reachable(tensor.grad_fn for tensor in tensors)
         with self._lock:
             self.num_calls += 1
-            self.nodes |= found
+            self.nodes |= nodes
 
     def note_read(self, tensor: Tensor) -> None:
         """Note a tensor that no recorded op wrote: another thread made it, if it depends on a
         module's output there.
         """
-        found = self._reachable([tensor.grad_fn])
+        nodes = self._reachable([tensor.grad_fn])
         with self._lock:
-            if not found.isdisjoint(self.nodes):
-                self.nodes |= found
+            if not nodes.isdisjoint(self.nodes):
+                self.nodes |= nodes
 
     def is_running(self, func: object = None) -> bool:
         """Return whether the engine runs one of the nodes, or an op that adds up the
@@ -167,20 +166,21 @@ class Elsewhere:
         if (node := current_node()) is None:
             return False
         return node in self.nodes or (
-            func in _SUMS and any(one in self.nodes for one, _ in node.next_functions)
+            func in _SUMS and any(parent in self.nodes for parent, _ in node.next_functions)
         )
 
     def _reachable(self, nodes: Iterable[Any]) -> set[Any]:
-        found: set[Any] = set()
+        """Return autograd nodes and all that they lead to, up to nodes that are known already."""
+        seen: set[Any] = set()
         waiting = [*nodes]
         while waiting:
             node = waiting.pop()
-            if node is None or node in found:
+            if node is None or node in seen:
                 continue
-            found.add(node)
+            seen.add(node)
             if node not in self.nodes:
-                waiting.extend(one for one, _ in node.next_functions)
-        return found
+                waiting.extend(parent for parent, _ in node.next_functions)
+        return seen
 
 
 def set_phase(owner: Any, phase: str, modules: ModuleStack, *, is_own_loop: bool) -> None:
@@ -189,7 +189,7 @@ def set_phase(owner: Any, phase: str, modules: ModuleStack, *, is_own_loop: bool
     """
     owner.phase = phase
     if is_own_loop:
-        modules.call_at_next(partial(setattr, owner, "phase", "forward"))
+        modules.call_before_next(partial(setattr, owner, "phase", "forward"))
 
 
 class Places:

@@ -26,7 +26,11 @@ _ELEMENTWISE = ("aten._foreach_", "aten._fused_")
 
 
 class Reads:
-    """Collects the reads of each call; the recorder handles the common case itself."""
+    """Collects what a call reads; the recorder handles the common case itself.
+
+    It extends ``reads`` by the positions of sites, and ``names`` by the names of the input sites
+    that it appends.
+    """
 
     # ``Collectives``, which imports this module; the recorder sets it before the first step
     collectives: Any
@@ -63,46 +67,53 @@ class Reads:
                 for part in parts:
                     self.read(part, reads, names)
                 return
-        ledger = step.ledger
-        storage = tensor.untyped_storage()
-        known = ledger.writers.get(storage_address(storage))
-        if isinstance(known, int):
-            reads.append(known)
+        writer = step.ledger.writers.get(storage_address(tensor.untyped_storage()))
+        if isinstance(writer, int):
+            reads.append(writer)
             return
         if tensor.numel() == 0 or tensor.is_meta:
             return
         edges: tuple[int, ...] = ()
-        if known is not None:
+        if writer is not None:
             region = region_of(tensor)
-            edges = tuple(known.writers(region))
+            edges = tuple(writer.writers(region))
             reads.extend(edges)
-            if known.covers(region):
-                if known.is_empty and not known.is_filled(region):
+            if writer.covers(region):
+                if writer.is_empty and not writer.is_filled(region):
                     self.unwritten.append(tensor)
                 return
-            delivered = known.deliveries(region)
+            delivered = writer.deliveries(region)
             if delivered:
                 self.collectives.read(tensor, delivered, edges, reads, names)
                 return
-        if self._places.elsewhere.nodes:
-            self._places.elsewhere.note_read(tensor)
+        self._append_input(tensor, edges, reads, names)
+
+    def _append_input(
+        self, tensor: Tensor, edges: tuple[int, ...], reads: list[int], names: list[InputName]
+    ) -> None:
+        """Append an input site for a tensor of which recorded sites (``edges``) wrote a part, or
+        nothing.
+        """
+        step, places = self._step, self._places
+        ledger, storage = step.ledger, tensor.untyped_storage()
+        if places.elsewhere.nodes:
+            places.elsewhere.note_read(tensor)
         position = len(step.digests)
-        held = self._places.names.of(tensor)
-        name: InputName = SpecialName("graph_output", held) if ledger.is_invalidated else held
-        names.append(name)
+        name = places.names.of(tensor)
+        names.append(SpecialName("graph_output", name) if ledger.is_invalidated else name)
         self.row_edges.append(edges)
         reads.append(position)
         # a device may still be copying into it, and the recorder cannot see whether the host waited
         if storage_address(storage) in ledger.in_flight:
             step.append_bits(0, step.layouts.without_bits(tensor, IN_FLIGHT))
             return
+        is_ordinary = not has_parts(tensor) and not tensor.is_nested
         offset = 0
-        if not has_parts(tensor) and not tensor.is_nested and tensor.storage_offset():
-            offset = (
-                self._places.names.offset_in(tensor) if self._places.now()[0] == "forward" else 0
-            )
+        if is_ordinary and tensor.storage_offset() and places.now()[0] == "forward":
+            offset = places.names.offset_in(tensor)
         slot = step.append(tensor, step.layouts.of(tensor, offset))
-        if known is None and slot.is_dense and slot.num_bytes == storage.nbytes():
+        is_whole = slot.is_dense and slot.num_bytes == storage.nbytes()
+        if is_whole and storage_address(storage) not in ledger.writers:
             ledger.writers[ledger.pin(tensor)] = position
         else:
             ledger.write(tensor, position)
@@ -136,6 +147,7 @@ class Reads:
     def gather(
         self, value: Any, consts: list[Any], reads: list[int], names: list[InputName]
     ) -> None:
+        """Collect the reads, and the constants, of one argument of any kind."""
         if isinstance(value, Tensor):
             self.read(value, reads, names)
         elif isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
@@ -154,6 +166,7 @@ class Reads:
         reads: list[int],
         names: list[InputName],
     ) -> None:
+        """Append an input site for the state of the generator that an op draws from."""
         step = self._step
         name, generator = generator_of(args, kwargs, self._generators.homes)
         position = len(step.digests)
@@ -182,9 +195,9 @@ class Reads:
         """
         unwritten, self.unwritten = self.unwritten, []
         step = self._step
-        read = {id(tensor) for tensor in tensors_read(plan, args, kwargs)}
+        ids_read = {id(tensor) for tensor in tensors_read(plan, args, kwargs)}
         for tensor in unwritten:
-            if id(tensor) in read:
+            if id(tensor) in ids_read:
                 position = len(step.digests)
                 names.append(self._places.names.of(tensor))
                 self.row_edges.append(tuple(step.ledger.writers_of(tensor)))
@@ -237,19 +250,19 @@ class Reads:
         ``row_edges`` has what each reads.
         """
         for name in node.names[: len(self.row_edges)]:  # a compiled region appends further names
-            role, shown, _ = special = (
-                name if isinstance(name, SpecialName) else SpecialName("input", name)
-            )
+            special = name if isinstance(name, SpecialName) else SpecialName("input", name)
+            role, text = special.role, special.name
             if role == "delivered":
                 site = self.collectives.site_of(special)
-                yield replace(site, **subject_of(shown, phase=site.phase, role=role))
+                yield replace(site, **subject_of(text, phase=site.phase, role=role))
                 continue
             phase = {"input": "input", "generator": "rng"}.get(role, "other")
-            module, source = (
-                (node.module, node.source) if shown is None else (self._places.owner_of(shown), ())
-            )
-            module = "" if role == "generator" else module
-            subject = subject_of(shown, phase=phase, role=role)
+            module, source = node.module, node.source
+            if text is not None:
+                module, source = self._places.owner_of(text), ()
+            if role == "generator":
+                module = ""
+            subject = subject_of(text, phase=phase, role=role)
             yield Site(phase=phase, module=module, role=role, source=source, **subject)
 
     def roll_back(self, mark: int) -> None:

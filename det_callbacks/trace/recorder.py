@@ -1,8 +1,8 @@
 """The recorder: records what one step did, op by op, with as little work per op as possible.
 
 The hot path (``Recorder.op``) does no logging or schema parsing. A call that matches the prediction
-costs look-ups and comparisons, its reads, and the digests of its outputs; where a number among its
-arguments is ambiguous (1 == 1.0) or changes, also a text of its numbers.
+costs look-ups and comparisons, its reads, and the digests of its outputs. If a number among its
+arguments changes, or is ambiguous (1 == 1.0), it also costs a text of its numbers.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from det_callbacks.runs.program import Program, scalar_bits
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import Expectation, StepTrace, require_whole
 from det_callbacks.trace.backward import ENGINE
-from det_callbacks.trace.call_graph import Call
+from det_callbacks.trace.call_graph import Call, CallNode, OpScope
 from det_callbacks.trace.collectives import Collectives
 from det_callbacks.trace.compiled.captures import GraphCaptures
 from det_callbacks.trace.compiled.regions import CompiledRegions
@@ -28,7 +28,7 @@ from det_callbacks.trace.compiled.replaced import REPLACED
 from det_callbacks.trace.components import (
     PLAIN,
     STRIDED,
-    Parts,
+    ArgumentParts,
     address_of,
     describe_parts,
     parts_of_arguments,
@@ -197,29 +197,26 @@ class Recorder:
     def op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op, record what it read and wrote, and return its result.
 
-        What each op needs is written out here, since a call of a method costs 50 nanoseconds; what
-        few ops need is in methods.
+        An op that is not recorded returns early. Otherwise the sites of its new inputs are appended
+        before it runs, so that they have its inputs' bits, and those of its outputs after it. A
+        call of a method costs 50 nanoseconds, so the checks that most ops pass are written out.
         """
-        # how to record calls of this op; ``UndigestedOps`` runs most ops without sites
         plan = self.plans.known.get(id(func)) or self.plans.of(func)
+        if plan.whole is not None:
+            if comes_apart(plan, args, kwargs):
+                return TAKE_APART
+            plan = plan.whole
         if plan.kind is not _DIGEST:
-            if plan.whole is not None:
-                if comes_apart(plan, args, kwargs):
-                    return TAKE_APART
-                plan = plan.whole
-            if plan.kind is not _DIGEST:
-                return self.undigested.run(plan, func, args, kwargs)
+            return self.undigested.run(plan, func, args, kwargs)
 
-        # where the call belongs, and whether the selection includes it
+        # where the call belongs, and whether it is recorded
         places = self.places
         if graph_task_id() == -1:
-            phase = places.phase
-            scope = places.modules.current
+            phase, scope = places.phase, places.modules.current
         else:
-            phase = "backward"
-            scope = places.backward.scope()
-            # recorded as ``add``; ``plan.call`` still adds in place
+            phase, scope = "backward", places.backward.scope()
             if scope is ENGINE and func is _ADD_IN_PLACE:
+                # recorded as ``add``; ``plan.call`` still adds in place
                 func, plan = _ADD, self._begin_accumulation(args)
             if self.elsewhere.nodes and self.elsewhere.is_running(func):
                 return self.undigested.unrecorded(
@@ -231,121 +228,43 @@ class Recorder:
             is not NotImplemented
         ):
             return reduced
-        # record .item() anywhere: Python may pass the number to an op in any module
-        may_be_passed_on = func is _ITEM and phase != "optimizer"
-        if not places.selects_all and not may_be_passed_on and not places.selects(phase, scope):
+        if not places.selects_all and not self._selects(func, phase, scope):
             return self.undigested.unrecorded("unselected", plan, func, phase, scope, args, kwargs)
 
-        # what the call reads: the sites that wrote its inputs, and a new
-        # input site for any other input
         step = self.step
-        deferred = step.deferred
-        digests = step.digests
-        first_site = len(digests)  # position of the call's first site, and where to roll back to
-        consts: list[Any] = []
-        reads: list[int] = []
-        input_names: list[InputName] = []  # one for each new input site
-        ledger = step.ledger
-        writers = ledger.writers
-        is_functional = plan.is_functional
-        expected = self._expected
+        first_site = len(step.digests)  # position of the call's first site; a failure drops it
         was_changed = False
         try:
-            if plan.is_overwrite:
-                self.collectives.note_copy(plan, args)
-                # without the argument that it overwrites
-                for _, value in plan.inputs(args, kwargs):
-                    self._reads.gather(value, consts, reads, input_names)
-            else:
-                for value in (*args, *kwargs.values()) if kwargs else args:
-                    value_class = value.__class__
-                    # an ordinary tensor has one storage; `writer` is an int
-                    # if one site wrote all of it
-                    if value_class in PLAIN and value.layout is STRIDED:
-                        storage = value.untyped_storage()
-                        writer = writers.get(storage_address(storage))
-                        if writer.__class__ is int:
-                            reads.append(writer)
-                        elif writer is None:
-                            self._reads.read_first(value, storage, reads, input_names)
-                        else:
-                            self._reads.read(value, reads, input_names)
-                    elif value_class in _CONST_CLASSES:
-                        consts.append(value)
-                    else:
-                        self._reads.gather(value, consts, reads, input_names)
-            if plan.draws_random:
-                self._reads.read_generator(args, kwargs, reads, input_names)
-            if self._reads.unwritten:
-                self._reads.read_unwritten(plan, args, kwargs, reads, input_names)
-            if not is_functional and (expected is not None or deferred.is_used):
-                written = written_arguments(plan, args, kwargs)
-                if expected is not None:
-                    was_changed = self._unseen_writes.check_before_write(
-                        plan, written, args, kwargs, first_site, phase
-                    )
-                if deferred.is_used:
-                    deferred.before_writes(written)
+            consts, reads, input_names = self._read_arguments(plan, args, kwargs)
+            if not plan.is_functional and (self._expected is not None or step.deferred.is_used):
+                was_changed = self._prepare_writes(plan, args, kwargs, first_site, phase)
             out = plan.call(*args, **kwargs)
         except BaseException:  # including Ctrl-C: the user may catch it and continue the step
             self._reads.roll_back(first_site)
             raise
 
-        # what the call wrote
-        if is_functional and out.__class__ is Tensor and plan.is_plain:
+        if plan.is_functional and out.__class__ is Tensor and plan.is_plain:
             outputs: Sequence[Any] = (out,)
         elif plan.sole_write >= 0:
             outputs = (args[plan.sole_write],)
-        elif plan.may_be_in_flight and (flying := in_flight(plan, out, args, kwargs)) is not None:
-            self.undigested.mark_in_flight(*flying)
-            outputs = ()
         else:
-            outputs = written_by_call(plan, out, args, kwargs)
-            for index in plan.opaque_outputs:
-                if index < len(out) and isinstance(out[index], Tensor):
-                    ledger.mark_uninitialised(out[index])
-
+            outputs = self._outputs_of(plan, out, args, kwargs)
         if self.output_hooks.every:
             out, outputs = self.output_hooks.call(plan, phase, scope, out, outputs, args, kwargs)
 
-        # which call it is: the predicted one if op, inputs, place and arguments agree; else the
-        # graph looks it up (comparing by identity is enough, since an equal call that is not found
-        # here is found there)
+        # which call it is: the predicted one, or one that the graph looks up or builds
         graph = step.graph
         if input_names:
             read_labels = graph.labels_of(reads, first_site, self._reads.row_edges)
-            position = len(digests)  # position of the next site, after the input sites
         else:
             read_labels = [*map(graph.label_at, reads)]
-            position = first_site
         names = input_names
         if plan.is_overwrite:  # what the op reads does not identify the tensor it writes
             names = [*input_names, *names_of_written(places, phase, plan, outputs)]
-        likely = graph.at.likely
-        if (
-            likely is not None
-            and likely.func is func
-            and likely.read_labels == read_labels
-            and likely.scope is scope
-            and likely.phase is phase
-            and likely.names == names
-            and likely.num_outputs == len(outputs)
-            and likely.shared.last_step != graph.step_number  # not yet in this step
-            and (not kwargs or likely.keywords == tuple(kwargs))
-            and (
-                (
-                    likely.consts == consts
-                    and (likely.exact_repr is None or likely.exact_repr == repr(consts))
-                )
-                or graph.match_and_store_numbers(likely, consts)
-            )
-        ):
-            node = likely
-            node.previous = graph.at
-            node.shared.last_step = graph.step_number
-            graph.at = node
-            graph.labels += node.shared.labels
-        else:
+        node = graph.advance_if_likely(
+            func, phase, scope, consts, read_labels, names, len(outputs), kwargs
+        )
+        if node is None:
             # calls without data get no node, so only an unknown call can lack data
             if outputs and not any(map(step.holds_data, outputs)):
                 self._reads.roll_back(first_site)
@@ -362,19 +281,128 @@ class Recorder:
         if phase != "optimizer" and (phase != "backward" or _is_grad_enabled() or scope.recomputed):
             places.backward.register(node)
 
-        # the call's sites: the numbers among its arguments, then its outputs,
-        # each with digest, layout and writer
-        indices = step.layout_indices
+        first_output = self._append_outputs(plan, node, outputs, args, kwargs)
+        if not plan.is_functional:
+            step.deferred.end_read()
+        if plan.draws_random:
+            self.generators.note_draw(first_output)
+        if self._expected is not None:
+            read = partial(tensors_read, plan, args, kwargs)
+            self._unseen_writes.check_after_call(
+                self._expected, first_site, first_output, read, reads, was_changed=was_changed
+            )
+        if self.native is not None and scope is not ENGINE:
+            self.native.teach(plan, func, node, outputs)
+        return out
+
+    def _selects(self, func: Any, phase: str, scope: OpScope) -> bool:
+        """Return whether the selection includes a call.
+
+        It includes .item() in every module: Python may pass the number to an op in any other.
+        """
+        return (func is _ITEM and phase != "optimizer") or self.places.selects(phase, scope)
+
+    def _read_arguments(
+        self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[Any], list[int], list[InputName]]:
+        """Return a call's constants, the positions of the sites that it reads, and the names of
+        its input sites.
+
+        Appends an input site to the step for each input that no recorded site wrote, and for the
+        generator that the op draws from. The names are in the order of these sites.
+        """
+        consts: list[Any] = []
+        reads: list[int] = []
+        input_names: list[InputName] = []
+        if plan.is_overwrite:
+            self.collectives.note_copy(plan, args)
+            # without the argument that it overwrites
+            for _, value in plan.inputs(args, kwargs):
+                self._reads.gather(value, consts, reads, input_names)
+        else:
+            writers = self.step.ledger.writers
+            for value in (*args, *kwargs.values()) if kwargs else args:
+                value_class = value.__class__
+                # an ordinary tensor has one storage; `writer` is an int
+                # if one site wrote all of it
+                if value_class in PLAIN and value.layout is STRIDED:
+                    storage = value.untyped_storage()
+                    writer = writers.get(storage_address(storage))
+                    if writer.__class__ is int:
+                        reads.append(writer)
+                    elif writer is None:
+                        self._reads.read_first(value, storage, reads, input_names)
+                    else:
+                        self._reads.read(value, reads, input_names)
+                elif value_class in _CONST_CLASSES:
+                    consts.append(value)
+                else:
+                    self._reads.gather(value, consts, reads, input_names)
+        if plan.draws_random:
+            self._reads.read_generator(args, kwargs, reads, input_names)
+        if self._reads.unwritten:
+            self._reads.read_unwritten(plan, args, kwargs, reads, input_names)
+        return consts, reads, input_names
+
+    def _prepare_writes(
+        self,
+        plan: OpPlan,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        first_site: int,
+        phase: str,
+    ) -> bool:
+        """Use the arguments that a call is about to write while they still have their old bits;
+        return whether an unseen write has changed one.
+        """
+        written = written_arguments(plan, args, kwargs)
+        was_changed = False
+        if self._expected is not None:
+            was_changed = self._unseen_writes.check_before_write(
+                plan, written, args, kwargs, first_site, phase
+            )
+        if self.step.deferred.is_used:
+            self.step.deferred.before_writes(written)
+        return was_changed
+
+    def _outputs_of(
+        self, plan: OpPlan, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Sequence[Any]:
+        """Return what a call wrote, without outputs that are still being copied or are workspaces:
+        mark their memory instead.
+        """
+        if plan.may_be_in_flight and (flying := in_flight(plan, out, args, kwargs)) is not None:
+            self.undigested.mark_in_flight(*flying)
+            return ()
+        for index in plan.opaque_outputs:
+            if index < len(out) and isinstance(out[index], Tensor):
+                self.step.ledger.mark_uninitialised(out[index])
+        return written_by_call(plan, out, args, kwargs)
+
+    def _append_outputs(
+        self,
+        plan: OpPlan,
+        node: CallNode,
+        outputs: Sequence[Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> int:
+        """Append a call's sites after its input sites; return the position of the first output.
+
+        First the numbers among its arguments, if any, then each output, of which the site becomes
+        the writer. A node has as many rows as its call has sites.
+        """
+        step = self.step
+        digests, indices = step.digests, step.layout_indices
         if node.number_indices:
             digests.append(node.numbers_bits)
             indices.append(step.layouts.tags[node.numbers_tag].index)
-            position += 1
-        first_output = position
-        slots = step.layouts.slots
-        # only in the forward pass, whose parts determine those of the other phases
-        parts_read = (
-            parts_of_arguments(args, kwargs, places.names.offset_in) if phase == "forward" else ()
-        )
+        first_output = position = len(digests)
+        slots, ledger = step.layouts.slots, step.ledger
+        writers, is_fresh = ledger.writers, plan.is_functional
+        parts_read: ArgumentParts = ()
+        if node.phase == "forward":  # whose parts determine those of the other phases
+            parts_read = parts_of_arguments(args, kwargs, self.places.names.offset_in)
         for output in outputs:
             if output.__class__ in PLAIN and output.layout is STRIDED and not output.is_nested:
                 slot_key: tuple[Any, ...] = (output.dtype, output.shape, output.stride())
@@ -384,7 +412,7 @@ class Recorder:
                 if slot is None:
                     slot = step.layouts.add_strided(slot_key)
                 storage = output.untyped_storage()
-                if is_functional:
+                if is_fresh:
                     # the storage's own, which no other gets while it is pinned
                     address = pin_storage(storage)
                     ledger.pins.append(address)
@@ -400,23 +428,12 @@ class Recorder:
                 if slot.is_raw and output.is_cpu and (data := address_of(output)):
                     digests.append(digest_memory(data, slot.num_bytes))
                 else:
-                    digests.append(deferred.digest(position, output, slot))
+                    digests.append(step.deferred.digest(position, output, slot))
                 indices.append(slot.index)
             else:
-                self._append_special(output, parts_read, is_fresh=is_functional)
+                self._append_special(output, parts_read, is_fresh=is_fresh)
             position += 1
-        if not is_functional:
-            deferred.end_read()
-        if plan.draws_random:
-            self.generators.note_draw(first_output)
-        if expected is not None:
-            read = partial(tensors_read, plan, args, kwargs)
-            self._unseen_writes.check_after_call(
-                expected, first_site, first_output, read, reads, was_changed=was_changed
-            )
-        if self.native is not None and scope is not ENGINE:
-            self.native.teach(plan, func, node, outputs)
-        return out
+        return first_output
 
     def _trace(self, program: Program, digests: np.ndarray) -> StepTrace:
         step, expected = self.step, self._expected
@@ -431,7 +448,7 @@ class Recorder:
             _make_layout=partial(step.layouts.layout, indices),
         )
 
-    def _append_special(self, output: Any, parts: Parts, *, is_fresh: bool) -> None:
+    def _append_special(self, output: Any, parts: ArgumentParts, *, is_fresh: bool) -> None:
         """Append a number, or a tensor that is not an ordinary strided one.
 
         A fresh tensor (sparse, a wrapper) may wrap existing tensors,

@@ -60,15 +60,16 @@ def capture_source(outermost: CodeType | None = None) -> tuple[str, ...]:
 
 
 def _note_line(frame: FrameType) -> tuple[CodeType, str, str]:
+    """Add the line that a frame runs to ``_LINES``, and return its entry."""
     file, function, owner = _describe(frame.f_code.co_filename, frame.f_code.co_name)
     if len(_LINES) >= _MAX_PLACES:
         _LINES.clear()
-    found = _LINES[id(frame.f_code), frame.f_lasti] = (
+    entry = _LINES[id(frame.f_code), frame.f_lasti] = (
         frame.f_code,
         owner,
         f"{file}:{frame.f_lineno} in {function}",
     )
-    return found
+    return entry
 
 
 def line_of_trace(trace: str) -> str:
@@ -117,7 +118,8 @@ def _describe(path: str, function: str) -> tuple[str, str, str]:
 
 
 def _owner_of(path: str) -> tuple[str, str]:
-    # the last: code that torch.fx generated
+    """Return a path as shown, and whose code it is; see ``_describe``."""
+    # "<eval_with_key>" is code that torch.fx generated
     if path.startswith((_PACKAGE, "<frozen", "<eval_with_key>")):
         return path, "other"
     if path.startswith(_TORCH):

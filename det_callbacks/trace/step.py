@@ -21,8 +21,8 @@ from det_callbacks.trace.components import (
     parts_of,
     parts_with_memory,
 )
+from det_callbacks.trace.deferred_sites import DeferredSites
 from det_callbacks.trace.overloads import OpPlan, written_by_call
-from det_callbacks.trace.sites import DeferredSites
 from det_callbacks.trace.storages import StorageWriters
 
 
@@ -118,7 +118,7 @@ class Step:
         for part in parts_with_memory(tensor):
             self.ledger.forget(part)
 
-    def run_unseen(self, label: str, phase: str, scope: OpScope) -> None:
+    def add_unseen_writer(self, label: str, phase: str, scope: OpScope) -> None:
         """Add a call without rows to the program, for something that may
         have written any memory.
         """

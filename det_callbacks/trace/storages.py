@@ -1,7 +1,8 @@
 """Which sites wrote the bytes of a storage in this step: the edges of a program.
 
-A storage is identified by its address. The ledger pins every storage with a weak reference until
-the step ends: torch frees its memory as usual, but does not reuse the address.
+A storage is identified by its address. ``StorageWriters``, the ledger of a step, pins every storage
+with a weak reference until the step ends: torch frees its memory as usual, but does not reuse the
+address.
 """
 
 from dataclasses import dataclass, field
@@ -30,9 +31,10 @@ class ByteRange:
     # strides and lengths of a tensor that skips some of these bytes
     holes: tuple[tuple[int, ...], ...] = ()
 
-    def inside(self, mask: np.ndarray, low: int) -> np.ndarray:
-        """Return this region as a view of ``mask``, a bool per byte of a
-        storage from ``low`` on.
+    def view_of(self, mask: np.ndarray, low: int) -> np.ndarray:
+        """Return the part of ``mask`` for the bytes of this region, as a view.
+
+        ``mask`` has a bool for each byte of a storage from ``low`` on.
         """
         if not self.holes:
             return mask[self.low - low : self.high - low]
@@ -73,7 +75,7 @@ class PartialWrites:
 
     # allocated in this step: unwritten bytes are not worth recording
     is_uninitialised: bool = False
-    is_empty: bool = False  # the op only allocated it
+    is_empty: bool = False  # its op wrote nothing (``torch.empty``); otherwise it is a workspace
     writes: list[tuple[ByteRange, int]] = field(default_factory=list)
 
     def add(self, region: ByteRange, position: int) -> None:
@@ -81,19 +83,19 @@ class PartialWrites:
         and cut it out of hole-free ones that overlap it.
         """
         self.writes = [
-            (rest, at) for written, at in self.writes for rest in written.without(region)
+            (rest, writer) for written, writer in self.writes for rest in written.without(region)
         ]
         self.writes.append((region, position))
 
     def writers(self, region: ByteRange) -> list[int]:
         """Return the sites whose writes are still in a region, ascending, each once."""
-        found = set()
-        for written, at in reversed(self.writes):
+        writers = set()
+        for written, writer in reversed(self.writes):
             if written.overlaps(region):
-                found.add(at)
+                writers.add(writer)
                 if written.contains(region):
                     break
-        return sorted(at for at in found if at >= 0)
+        return sorted(writer for writer in writers if writer >= 0)
 
     def deliveries(self, region: ByteRange) -> list[int]:
         """Return the numbers of the collectives' deliveries that are still
@@ -101,49 +103,50 @@ class PartialWrites:
         """
         return sorted(
             {
-                UNKNOWN - 1 - at
-                for written, at in self.writes
-                if at < UNKNOWN and written.overlaps(region)
+                UNKNOWN - 1 - writer
+                for written, writer in self.writes
+                if writer < UNKNOWN and written.overlaps(region)
             }
         )
 
     def covers(self, region: ByteRange) -> bool:
         """Return whether recorded sites wrote every byte of a region that is worth recording."""
-        for written, at in reversed(self.writes):
+        for written, writer in reversed(self.writes):
             if written.contains(region):
-                return at >= 0
-            if at < 0 and written.overlaps(region):
+                return writer >= 0
+            if writer < 0 and written.overlaps(region):
                 return False
         # writes without holes never overlap each other
-        shared = (
-            min(one.high, region.high) - max(one.low, region.low)
-            for one, _ in self.writes
-            if not one.holes
+        shared_bytes = (
+            min(written.high, region.high) - max(written.low, region.low)
+            for written, _ in self.writes
+            if not written.holes
         )
         return (
             self.is_uninitialised
-            or sum(max(size, 0) for size in shared) == region.high - region.low
+            or sum(max(num_bytes, 0) for num_bytes in shared_bytes) == region.high - region.low
         )
 
     def is_filled(self, region: ByteRange) -> bool:
         """Return whether every byte of a region was written;
         may be False for a region beyond ``MAX_MASK_BYTES``.
         """
-        every = (region, *(written for written, _ in self.writes))
-        low, high = min(one.low for one in every), max(one.high for one in every)
+        written = [each for each, _ in self.writes]
+        low = min(each.low for each in (region, *written))
+        high = max(each.high for each in (region, *written))
         if high - low > MAX_MASK_BYTES:
-            return any(written.contains(region) for written in every[1:])
+            return any(each.contains(region) for each in written)
         mask = np.zeros(high - low, dtype=bool)
-        for written in every[1:]:
-            written.inside(mask, low)[...] = True
-        return bool(region.inside(mask, low).all())
+        for each in written:
+            each.view_of(mask, low)[...] = True
+        return bool(region.view_of(mask, low).all())
 
     def untouched(self, region: ByteRange) -> list[tuple[ByteRange, int]]:
         """Return the writes into a region that have no holes and that no later write overlaps."""
         return [
-            (written, at)
-            for index, (written, at) in enumerate(self.writes)
-            if at >= 0
+            (written, writer)
+            for index, (written, writer) in enumerate(self.writes)
+            if writer >= 0
             and not written.holes
             and written.overlaps(region)
             and not any(later.overlaps(written) for later, _ in self.writes[index + 1 :])
@@ -194,14 +197,14 @@ class StorageWriters:
         self._write(address, num_bytes, _region(offset, itemsize, shape, stride), position)
 
     def _write(self, address: int, num_bytes: int, region: ByteRange, position: int) -> None:
-        known = self.writers.get(address)
         if position >= 0 and not region.holes and region.low == 0 and region.high >= num_bytes:
             self.writers[address] = position
         elif region.high > region.low:
-            if not isinstance(known, PartialWrites):
-                earlier = [] if known is None else [(ByteRange(0, num_bytes), known)]
-                known = self.writers[address] = PartialWrites(writes=earlier)
-            known.add(region, position)
+            partial = self.writers.get(address)
+            if not isinstance(partial, PartialWrites):
+                earlier = [] if partial is None else [(ByteRange(0, num_bytes), partial)]
+                partial = self.writers[address] = PartialWrites(writes=earlier)
+            partial.add(region, position)
 
     def mark_uninitialised(self, tensor: Tensor, *, is_empty: bool = False) -> None:
         """Record that a tensor is uninitialised, or is a workspace,
@@ -228,12 +231,12 @@ class StorageWriters:
         each tensor becomes a site.
         """
         self.is_invalidated = True
-        for address, known in list(self.writers.items()):
+        for address, writer in list(self.writers.items()):
             # a collective that is still pending writes later than this
             pending = (
                 []
-                if isinstance(known, int)
-                else [write for write in known.writes if write[1] < UNKNOWN]
+                if isinstance(writer, int)
+                else [write for write in writer.writes if write[1] < UNKNOWN]
             )
             del self.writers[address]
             if pending:
@@ -247,16 +250,17 @@ class StorageWriters:
 
     def writers_of(self, tensor: Tensor) -> list[int]:
         """Return the recorded sites that wrote a tensor with a storage, ascending."""
-        known = self.writers.get(storage_address(tensor.untyped_storage()))
-        if isinstance(known, PartialWrites):
-            return known.writers(region_of(tensor))
-        return [] if known is None else [known]
+        writer = self.writers.get(storage_address(tensor.untyped_storage()))
+        if isinstance(writer, PartialWrites):
+            return writer.writers(region_of(tensor))
+        return [] if writer is None else [writer]
 
     def drop_from(self, position: int) -> None:
-        for address, known in list(self.writers.items()):
-            if isinstance(known, PartialWrites):
-                known.writes = [write for write in known.writes if write[1] < position]
-            elif known >= position:
+        """Forget the writes of the sites from a position on."""
+        for address, writer in list(self.writers.items()):
+            if isinstance(writer, PartialWrites):
+                writer.writes = [write for write in writer.writes if write[1] < position]
+            elif writer >= position:
                 del self.writers[address]
 
     def close(self) -> None:

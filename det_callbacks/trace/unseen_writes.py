@@ -30,13 +30,13 @@ class UnseenWriteCheck:
 
     def __init__(self, step: Step) -> None:
         self._step = step
-        self._update = 0
+        self._update_start = 0  # number of sites when the last update began
         # storage address -> number of sites when the check found it changed
         self._changed_at: dict[int, int] = {}
 
     def begin_update(self) -> None:
         """Record that an optimizer's update begins: no user code runs until it ends."""
-        self._update = self._step.num_sites
+        self._update_start = self._step.num_sites
 
     def begin(self) -> None:
         self._changed_at.clear()
@@ -56,15 +56,19 @@ class UnseenWriteCheck:
         the optimizer's update under way has read or written,
         and that the op overwrites completely without reading it.
         """
-        looked_at = _ordinary(written)
+        checked = _ordinary(written)
         if plan.is_overwrite:
-            given = Counter(map(_address, _ordinary(tensors_in((*args, *kwargs.values())))))
+            times_passed = Counter(map(_address, _ordinary(tensors_in((*args, *kwargs.values())))))
             # torch.mul(a, 2, out=a) reads what it overwrites
-            looked_at = [one for one in looked_at if given[_address(one)] > 1 or _is_part(one)]
-        trusted = self._update if phase == "optimizer" else mark
-        changed = [one for one in looked_at if self._is_changed(one, trusted)]
+            checked = [
+                tensor
+                for tensor in checked
+                if times_passed[_address(tensor)] > 1 or _is_part(tensor)
+            ]
+        trusted_from = self._update_start if phase == "optimizer" else mark
+        changed = [tensor for tensor in checked if self._is_changed(tensor, trusted_from)]
         # the op may not overwrite all of it: later reads find the changed rest
-        self._changed_at.update((_address(one), mark) for one in changed)
+        self._changed_at.update((_address(tensor), mark) for tensor in changed)
         return bool(changed)
 
     def check_after_call(
@@ -85,22 +89,24 @@ class UnseenWriteCheck:
         difference is not an origin, so it is not checked.
         """
         digests, deferred = self._step.digests, self._step.deferred.bits
-        positions = range(first, len(digests))
-        waiting = [at for at in positions if at in deferred]
+        outputs = range(first, len(digests))
+        waiting = [site for site in outputs if site in deferred]
         differing = [
-            digests[at]
-            for at in positions
-            if at not in deferred and expected.differs(at, digests[at])
+            digests[site]
+            for site in outputs
+            if site not in deferred and expected.differs(site, digests[site])
         ]
-        if differing and any(expected.is_new(digests[at]) for at in reads if at not in deferred):
+        if differing and any(
+            expected.is_new(digests[site]) for site in reads if site not in deferred
+        ):
             return
         if differing and expected.spend_check(differing):
-            expected.looked_at.update(positions)
+            expected.checked_sites.update(outputs)
             if was_changed or any(map(self._is_changed, _ordinary(tensors()))):
-                expected.unseen_writes.update(positions)
+                expected.unseen_writes.update(outputs)
         elif waiting:
-            read = _ordinary(tensors())
-            if any(self._is_changed(tensor, mark) for tensor in read if tensor.is_cpu):
+            on_host = [tensor for tensor in _ordinary(tensors()) if tensor.is_cpu]
+            if any(self._is_changed(tensor, mark) for tensor in on_host):
                 expected.unseen_writes.update(waiting)
 
     def check_deferred(
@@ -112,69 +118,78 @@ class UnseenWriteCheck:
         site has written it since.
         """
         rows, digests = program.rows, self._step.digests
-        outputs = (at for at in sorted(deferred) if rows[at].site.role == "output")
-        differing = [at for at in outputs if expected.differs(at, digests[at])]
+        outputs = (site for site in sorted(deferred) if rows[site].site.role == "output")
+        differing = [site for site in outputs if expected.differs(site, digests[site])]
         if not differing:
             return
         is_new = np.fromiter(map(expected.is_new, digests), dtype=bool, count=len(digests))
-        readers, read_sites = program.edges
-        fed = frozenset(readers[is_new[read_sites]].tolist())
-        checked = [at for at in differing if at not in fed and expected.spend_check([digests[at]])]
-        expected.looked_at.update(checked)
-        step, read = self._step, {at: program.read_by(at) for at in checked}
-        wanted = {writer for writers in read.values() for writer in writers}
-        queues = DeferredDigests()
-        found: list[tuple[int, Bits]] = []
-        for address, writer in step.ledger.writers.items() if wanted else ():
-            if not isinstance(writer, int) or writer not in wanted:
-                continue
-            left = step.layout_of(writer)
-            # the ledger's reference is weak: None if the storage is gone
-            storage = storage_at(address)
-            if storage is not None and left.is_raw and storage.nbytes() == left.num_bytes:
-                bits = queues.add(storage, 0, left.num_bytes)
-                if bits is not None:
-                    found.append((writer, bits))
-        known = queues.finish()
-        changed = {writer for writer, bits in found if value_of(bits, known) != digests[writer]}
+        readers, sites_read = program.edges
+        reads_difference = frozenset(readers[is_new[sites_read]].tolist())
+        checked = [
+            site
+            for site in differing
+            if site not in reads_difference and expected.spend_check([digests[site]])
+        ]
+        expected.checked_sites.update(checked)
+        writers = {site: program.read_by(site) for site in checked}
+        changed = self._changed_since_written({at for read in writers.values() for at in read})
         expected.unseen_writes.update(
-            at for at, writers in read.items() if not changed.isdisjoint(writers)
+            site for site, read in writers.items() if not changed.isdisjoint(read)
         )
 
-    def _is_changed(self, tensor: Tensor, trusted: int | None = None) -> bool:
-        """Return whether bytes that a site before ``trusted`` wrote have changed;
+    def _changed_since_written(self, sites: set[int]) -> set[int]:
+        """Return those sites that wrote a whole storage, which still exists, and whose bits have
+        changed since.
+        """
+        step, queues = self._step, DeferredDigests()
+        bits_now: list[tuple[int, Bits]] = []
+        for address, writer in step.ledger.writers.items() if sites else ():
+            if not isinstance(writer, int) or writer not in sites:
+                continue
+            slot = step.layout_of(writer)
+            # the ledger's reference is weak: None if the storage is gone
+            storage = storage_at(address)
+            if storage is not None and slot.is_raw and storage.nbytes() == slot.num_bytes:
+                bits = queues.add(storage, 0, slot.num_bytes)
+                if bits is not None:
+                    bits_now.append((writer, bits))
+        known = queues.finish()
+        return {site for site, bits in bits_now if value_of(bits, known) != step.digests[site]}
+
+    def _is_changed(self, tensor: Tensor, trusted_from: int | None = None) -> bool:
+        """Return whether bytes that a site before ``trusted_from`` wrote have changed;
         False for tensors with holes.
         """
         step, storage = self._step, tensor.untyped_storage()
         writer = step.ledger.writers.get(storage_address(storage))
-        if trusted is not None and isinstance(writer, int) and writer >= trusted:
+        if trusted_from is not None and isinstance(writer, int) and writer >= trusted_from:
             return False
-        if (found := self._changed_at.get(storage_address(storage))) is not None:
-            return not isinstance(writer, int) or writer < found
+        if (changed_at := self._changed_at.get(storage_address(storage))) is not None:
+            return not isinstance(writer, int) or writer < changed_at
         if writer is None or not (address := storage.data_ptr()):
             return False
         end = storage.nbytes()
-        left_alone = (
+        writes = (
             [(ByteRange(0, end), writer)]
             if isinstance(writer, int)
             else writer.untouched(region_of(tensor))
         )
-        for region, at in left_alone:
-            left, digest = step.layout_of(at), step.digests[at]
+        for region, site in writes:
+            slot, digest = step.layout_of(site), step.digests[site]
             is_known = (
-                left.is_raw and left.num_bytes == region.high - region.low and region.high <= end
+                slot.is_raw and slot.num_bytes == region.high - region.low and region.high <= end
             )
-            is_whole = step.layouts.of(tensor).is_raw and tensor.nbytes == left.num_bytes
-            if not is_known or at in step.deferred.bits or not (tensor.is_cpu or is_whole):
+            is_whole = step.layouts.of(tensor).is_raw and tensor.nbytes == slot.num_bytes
+            if not is_known or site in step.deferred.bits or not (tensor.is_cpu or is_whole):
                 continue
-            now = (
-                digest_memory(address + region.low, left.num_bytes)
+            digest_now = (
+                digest_memory(address + region.low, slot.num_bytes)
                 if tensor.is_cpu
                 else digest_output(tensor)
             )
             # named tensors are digested in row-major order, whatever their strides
-            if now != digest and (
-                left.is_row_major or (is_whole and digest_tensor(tensor) != digest)
+            if digest_now != digest and (
+                slot.is_row_major or (is_whole and digest_tensor(tensor) != digest)
             ):
                 return True
         return False

@@ -17,7 +17,7 @@ from det_callbacks.ranks.group import RankGroup
 from det_callbacks.ranks.replicas import ReplicaError, ReplicaReport, compare_replicas
 from det_callbacks.report.closing_lines import audit_line, audit_lines, replicas_line, replicas_text
 from det_callbacks.runs.files import ANOTHER_FOLDER, make_folder, replace_atomically, writing
-from det_callbacks.runs.lock import Peers
+from det_callbacks.runs.peers import Peers
 from det_callbacks.trace.optimizers import in_phase
 from det_callbacks.trace.places import set_phase
 from det_callbacks.training.arguments import OnDivergence, RunArguments

@@ -28,9 +28,10 @@ from det_callbacks.report.console import end_process, print_closing_line, print_
 from det_callbacks.report.run import findings_line
 from det_callbacks.report.verdict import disagreement_text
 from det_callbacks.runs.files import DISAGREEMENT, MANIFEST, REPLACEMENT
-from det_callbacks.runs.lock import END_OF_FIT, Peers, forget_replacement, settle, waiting_folders
 from det_callbacks.runs.manifest import RECORDER, STAGES
 from det_callbacks.runs.metrics import CALLS, Reading
+from det_callbacks.runs.peers import END_OF_FIT, Peers
+from det_callbacks.runs.replacement import forget_replacement, settle, waiting_folders
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.runs.writer import RunWriter
 from det_callbacks.tensors.files import KeptCounts

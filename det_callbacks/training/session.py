@@ -17,9 +17,9 @@ from det_callbacks.errors import TraceError
 from det_callbacks.findings.table import ignored_findings
 from det_callbacks.observers.observations import REGISTRY, Observations
 from det_callbacks.runs.evidence import AFTER_BACKWARD, AFTER_FORWARD, BATCH_END
-from det_callbacks.runs.lock import ALONE, Peers
 from det_callbacks.runs.manifest import Manifest
 from det_callbacks.runs.metrics import CALLS, Reading
+from det_callbacks.runs.peers import ALONE, Peers
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import Expectation, StepTrace
 from det_callbacks.tensors.calls import CallCapture

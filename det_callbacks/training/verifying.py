@@ -26,9 +26,10 @@ from det_callbacks.report.console import print_closing_line
 from det_callbacks.report.page import write_report
 from det_callbacks.report.verdict import verdict_of_rank
 from det_callbacks.runs.files import ANOTHER_FOLDER, make_folder, stream_path
-from det_callbacks.runs.lock import END_OF_FIT, settle
 from det_callbacks.runs.manifest import STAGES
 from det_callbacks.runs.metrics import Reading
+from det_callbacks.runs.peers import END_OF_FIT
+from det_callbacks.runs.replacement import settle
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.runs.store import Run, remove_verification

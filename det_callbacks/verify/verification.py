@@ -33,9 +33,9 @@ from det_callbacks.compare.resume import exchanged, find_resumed_step, state_at_
 from det_callbacks.errors import NotComparableError, RankError, SelectionError
 from det_callbacks.runs.evidence import OF_BATCH, EvidenceRow, NondeterministicOp
 from det_callbacks.runs.files import replace_atomically, writing
-from det_callbacks.runs.lock import ALONE, END_OF_FIT, Peers
 from det_callbacks.runs.manifest import Environment, Manifest, compare_environments
 from det_callbacks.runs.metrics import Reading, Readings, read_metrics
+from det_callbacks.runs.peers import ALONE, END_OF_FIT, Peers
 from det_callbacks.runs.program import AT_END, IDLE, StepView
 from det_callbacks.runs.steps import Expectation, StepTrace
 from det_callbacks.runs.store import Run

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from det_callbacks.runs.lock import Peers
 from det_callbacks.runs.manifest import read_manifest
+from det_callbacks.runs.peers import Peers
 from det_callbacks.runs.program import Layout, Program, Site, TensorLayout
 from det_callbacks.runs.writer import RunWriter
 

@@ -9,7 +9,7 @@ from det_callbacks.compare.evidence import _find_source
 from det_callbacks.digest.host import digest_memory, digest_rows
 from det_callbacks.runs.evidence import EvidenceRow
 from det_callbacks.runs.store import Run
-from det_callbacks.trace.named_sites import samples_of
+from det_callbacks.trace.batches import samples_of
 
 
 @given(

@@ -21,8 +21,8 @@ from det_callbacks.errors import TraceError
 from det_callbacks.runs.program import IN_FLIGHT
 from det_callbacks.runs.steps import StepTrace
 from det_callbacks.runs.store import Run
+from det_callbacks.trace.deferred_sites import DeferredSites
 from det_callbacks.trace.hash_mode import HashMode
-from det_callbacks.trace.sites import DeferredSites
 
 EVERY_DAY = ("in_place", "embeddings", "attention_and_losses", "sparse_quantised_and_complex")
 

@@ -45,8 +45,8 @@ from det_callbacks.tensors.files import (
     tensor_path,
 )
 from det_callbacks.tensors.replay import Keeper, Replay
+from det_callbacks.trace.deferred_sites import DeferredSites
 from det_callbacks.trace.hash_mode import HashMode
-from det_callbacks.trace.sites import DeferredSites
 from det_callbacks.verdict import Divergence
 
 PLACE = StepPlace(run_id="run", rank=0, segment=0, step=12)

@@ -20,9 +20,9 @@ from det_callbacks.errors import (
 )
 from det_callbacks.runs import tables
 from det_callbacks.runs.files import replace_atomically, table_path
-from det_callbacks.runs.lock import put_in_place
 from det_callbacks.runs.manifest import Manifest, _digest, read_manifest, write_manifest
 from det_callbacks.runs.program import Layout, Program, SiteRow, TensorLayout
+from det_callbacks.runs.replacement import put_in_place
 from det_callbacks.runs.selection import Selection
 from det_callbacks.runs.store import Run, make_room
 from det_callbacks.runs.tables import write_source_text

@@ -10,9 +10,11 @@ from det_callbacks.trace.step import Step
 
 
 class GraphCaptures:
+    """Follows the CUDA graphs that a step captures and replays."""
+
     def __init__(self, step: Step, places: Places) -> None:
         self._step, self._places = step, places
-        # ids of captured graphs; hash_mode.py and native.py hold this set, so it is never replaced
+        # ids of captured graphs; listener.py and native.py hold this set, so it is never replaced
         self.captured: set[int] = set()
 
     def clear(self) -> None:
@@ -30,7 +32,7 @@ class GraphCaptures:
         self._step.deferred.before_any_write()
         if not self._places.is_in_region():  # a compiled region has rows for its replay
             self._step.counts.skipped["replayed"] += 1
-            self._step.run_unseen(GRAPH, *self._places.now())
+            self._step.add_unseen_writer(GRAPH, *self._places.now())
 
     def is_capturing(self) -> bool:
         return bool(self.captured) and torch.cuda.is_current_stream_capturing()

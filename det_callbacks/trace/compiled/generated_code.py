@@ -63,10 +63,10 @@ class GeneratedCode:
     lines: dict[str, int] = field(default_factory=dict)
 
     def kernel(self, name: str, compiled: Any) -> Kernel:
-        known = self.kernels.get(name)
-        if known is None:
-            known = self.kernels[name] = _triton_kernel(name, compiled)
-        return known
+        kernel = self.kernels.get(name)
+        if kernel is None:
+            kernel = self.kernels[name] = _triton_kernel(name, compiled)
+        return kernel
 
 
 def read_code(key: str, text: str) -> GeneratedCode:
@@ -105,8 +105,8 @@ def _comments(text: str) -> dict[int, KernelComment]:
     comments: dict[int, KernelComment] = {}
     comment: KernelComment | None = None
     for number, line in enumerate(text.splitlines(), start=1):
-        if (found := _COMMENT.match(line)) is not None:
-            nodes, ops = (tuple(filter(None, part.split(", "))) for part in found.groups())
+        if (match := _COMMENT.match(line)) is not None:
+            nodes, ops = (tuple(filter(None, part.split(", "))) for part in match.groups())
             comment = KernelComment(nodes=nodes, ops=ops)
         elif comment is not None and line.strip() and not line.lstrip().startswith("#"):
             comments[number], comment = comment, None
@@ -114,12 +114,16 @@ def _comments(text: str) -> dict[int, KernelComment]:
 
 
 def _cpp_kernel(name: str, types: Sequence[str], source: str) -> Kernel:
-    found = _SIGNATURE.search(source)
-    names = [argument.split()[-1].lstrip("*") for argument in found[1].split(",")] if found else []
+    match = _SIGNATURE.search(source)
+    names = [argument.split()[-1].lstrip("*") for argument in match[1].split(",")] if match else []
     writes = {
-        at for at, kind in enumerate(types) if kind.endswith("*") and not kind.startswith("const ")
+        index
+        for index, kind in enumerate(types)
+        if kind.endswith("*") and not kind.startswith("const ")
     }
-    updates = {at for at in writes if at >= len(names) or names[at].startswith("in_out_ptr")}
+    updates = {
+        index for index in writes if index >= len(names) or names[index].startswith("in_out_ptr")
+    }
     return Kernel(f"{KERNEL}{name}", frozenset(writes), frozenset(updates))
 
 
@@ -127,10 +131,12 @@ def _triton_kernel(name: str, compiled: Any) -> Kernel:
     names = list(triton_arguments(compiled)["signature"])
     changed = set(written_by_triton(compiled))
     updates = {
-        at for at, known in enumerate(names) if known in changed or known.startswith("in_out_ptr")
+        index
+        for index, argument in enumerate(names)
+        if argument in changed or argument.startswith("in_out_ptr")
     }
-    writes = updates | {at for at, known in enumerate(names) if known.startswith("out_ptr")}
-    scratch = {at for at, known in enumerate(names) if known.startswith("ws_ptr")}
+    writes = updates | {index for index, arg in enumerate(names) if arg.startswith("out_ptr")}
+    scratch = {index for index, arg in enumerate(names) if arg.startswith("ws_ptr")}
     return Kernel(
         f"{KERNEL}{name}",
         frozenset(writes - scratch),
@@ -159,7 +165,7 @@ def _first_writes(
         for target in node.targets
         if isinstance(target, ast.Name)
     }
-    for node in sorted(statements, key=lambda one: (one.lineno, one.col_offset)):
+    for node in sorted(statements, key=lambda node: (node.lineno, node.col_offset)):
         match node:
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
                 memory = _buffer(value)
@@ -171,13 +177,15 @@ def _first_writes(
                 else:
                     unwritten.discard(name)
             case ast.Expr(value=ast.Call(args=args, keywords=keywords) as call):
-                given = [_buffer(argument) for argument in args]
+                buffers = [_buffer(argument) for argument in args]
                 if _called(call) in kernels:
                     yield (
                         node.lineno,
-                        frozenset(at for at, name in enumerate(given) if name in unwritten),
+                        frozenset(at for at, name in enumerate(buffers) if name in unwritten),
                     )
-                unwritten.difference_update(given, (_buffer(keyword.value) for keyword in keywords))
+                unwritten.difference_update(
+                    buffers, (_buffer(keyword.value) for keyword in keywords)
+                )
 
 
 def _buffers(

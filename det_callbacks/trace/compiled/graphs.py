@@ -57,13 +57,14 @@ def describe_graph(
         for module in graph.modules()
         if isinstance(module, fx.GraphModule)
     ]
-    given = [node.meta.get("example_value") for node in placeholders]
+    examples = [node.meta.get("example_value") for node in placeholders]
     shapes = [
-        f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else "" for value in given
+        f"{example.dtype}{list(example.shape)}" if isinstance(example, Tensor) else ""
+        for example in examples
     ]
     symbols: dict[str, str] = {}  # sizes, numbered in order of appearance
     text = _ADDRESS.sub("", "\n".join([backend, *shapes, *code]))
-    text = _SYMBOL.sub(lambda found: symbols.setdefault(found[0], f"size{len(symbols)}"), text)
+    text = _SYMBOL.sub(lambda match: symbols.setdefault(match[0], f"size{len(symbols)}"), text)
     attributes = dict.fromkeys(str(node.target) for node in nodes if node.op == "get_attr")
     held = ((name, getattr(graph, name, None)) for name in attributes)
     inputs = [_input_of(node) for node in placeholders]
@@ -72,7 +73,7 @@ def describe_graph(
         backend=backend,
         inputs=tuple(name for name, _ in inputs),
         members=frozenset(name for name, is_member in inputs if is_member),
-        held=tuple((known, value) for known, value in held if isinstance(value, Tensor)),
+        held=tuple((name, value) for name, value in held if isinstance(value, Tensor)),
         num_ops=sum(node.op.startswith("call_") for node in nodes),
         is_graphed=_runs_as_cuda_graph(compiler, backend, example_inputs),
         fingerprint=digest_bytes(text.encode()),

@@ -65,8 +65,8 @@ class KernelNodes:
         """
         lowered, self._lowered = self._lowered, []
         for graph, name, nodes in lowered:
-            if known := key_of_lowered(graph):
-                self._known[known, name] = nodes
+            if lowered_key := key_of_lowered(graph):
+                self._known[lowered_key, name] = nodes
             else:  # another thread is compiling it
                 self._lowered.append((graph, name, nodes))
         nodes = self._known.get((key, kernel), ())

@@ -92,9 +92,9 @@ class SeenKernels:
         """Return the modules that inductor generated for a compiled graph: one, or one for each set
         of its constants.
         """
-        found = generated_modules(graph)
+        modules = generated_modules(graph)
         kept = self._compiled.get(module_key(graph))
-        return found if found or kept is None else [kept]
+        return modules if modules or kept is None else [kept]
 
     def code_of(self, module: ModuleType) -> GeneratedCode:
         """Return what a generated module contains, by its key:
@@ -142,14 +142,14 @@ class SeenKernels:
             self._replaced[id(names)] = users + 1, names, replaced
             if users:  # another thread runs it, or it runs itself
                 return
-            for name, found in list(names.items()):
+            for name, original in list(names.items()):
                 if name in code.compiled_by:
-                    ours = self._kernel(code, name, found)
+                    ours = self._kernel(code, name, original)
                 elif name.startswith(ALLOCATES):
-                    ours = self._allocation(found)
+                    ours = self._allocation(original)
                 else:
                     continue
-                replaced[name] = found, ours
+                replaced[name] = original, ours
                 names[name] = ours
 
     def _restore(self, module: ModuleType) -> None:
@@ -158,9 +158,9 @@ class SeenKernels:
             if users > 1:
                 self._replaced[id(names)] = users - 1, names, replaced
                 return
-            for name, (found, ours) in replaced.items():
+            for name, (original, ours) in replaced.items():
                 if names.get(name) is ours:
-                    names[name] = found
+                    names[name] = original
 
     def _kernel(self, code: GeneratedCode, name: str, compiled: Any) -> Any:
         kernel, run = code.kernel(name, compiled), getattr(compiled, "run", compiled)

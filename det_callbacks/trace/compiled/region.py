@@ -38,11 +38,11 @@ class RowFacts(NamedTuple):
 
     def fields(self, output: int) -> dict[str, Any]:
         """Return fields of an output's site."""
-        found = self.eager[output] if output < len(self.eager) else None
+        eager = self.eager[output] if output < len(self.eager) else None
         fields: dict[str, Any] = {"source": self.source, "choice": arguments_json(self.choice)}
-        if found is not None:
-            fields |= {"eager_op": found.op, "eager_line": found.line}
-            fields |= {"eager_call": found.call, "eager_calls": found.calls}
+        if eager is not None:
+            fields |= {"eager_op": eager.op, "eager_line": eager.line}
+            fields |= {"eager_call": eager.call, "eager_calls": eager.calls}
         return fields
 
 
@@ -112,34 +112,34 @@ class Region:
             step.append_value(value)
         self.reads_of_inner = [*range(graph_row, step.num_sites)]
         self.reads = [*every, *self.reads_of_inner]
-        given: list[tuple[str, Tensor, int]] = []
-        for at, (name, value, _) in enumerate(entering, start=graph_row + 1):
+        with_rows: list[tuple[str, Tensor, int]] = []
+        for position, (name, value, _) in enumerate(entering, start=graph_row + 1):
             if isinstance(value, Tensor):
-                given.append((name, value, at))
+                with_rows.append((name, value, position))
                 self.entered.update(
-                    (storage_address(part.untyped_storage()), at)
+                    (storage_address(part.untyped_storage()), position)
                     for part in parts_with_memory(value)
                 )
             else:
-                self.numbers.append(at)
-        return given
+                self.numbers.append(position)
+        return with_rows
 
     def read_exactly(self, tensors: Iterable[Tensor], updated: Iterable[Tensor] = ()) -> InnerReads:
         """Return what a kernel or an op reads, before it runs;
         ``updated`` are tensors that it also writes.
         """
-        found = InnerReads([*self.numbers], [])
+        reads = InnerReads([*self.numbers], [])
         if self.unseen:  # something that has no rows may have written any of them
-            found.positions += [*self.reads_of_inner, *self.inner]
+            reads.positions += [*self.reads_of_inner, *self.inner]
         else:
             for tensor in tensors:
                 writers: list[int] = []
-                self.input_reads.read(tensor, writers, found.names)
-                found.positions += self._with_entered(tensor, writers)
+                self.input_reads.read(tensor, writers, reads.names)
+                reads.positions += self._with_entered(tensor, writers)
             for tensor in updated:
-                found.positions += self._with_entered(tensor, self.step.writers_of(tensor))
+                reads.positions += self._with_entered(tensor, self.step.writers_of(tensor))
             self.input_reads.unwritten.clear()
-        return found
+        return reads
 
     def _with_entered(self, tensor: Tensor, writers: list[int]) -> list[int]:
         """Add the row of an input that nothing in the region has written:
@@ -149,7 +149,7 @@ class Region:
         rows = (self.entered.get(address) for address in addresses)
         return [
             *writers,
-            *(at for at in rows if at is not None and all(writer < at for writer in writers)),
+            *(row for row in rows if row is not None and all(writer < row for writer in writers)),
         ]
 
     def record_inner(
@@ -182,9 +182,10 @@ class Region:
     def leave(
         self,
         outputs: Iterable[tuple[str | None, Any]],
-        given: Iterable[tuple[str, Tensor, int]] = (),
+        inputs: Iterable[tuple[str, Tensor, int]] = (),
     ) -> None:
-        """Record the outputs, and the ``given`` inputs whose bits changed or may have changed.
+        """Record the outputs, and those ``inputs`` (see ``enter``) whose bits have changed or may
+        have changed.
 
         A version counter would not do: a compiled graph increments none for buffers, and none at
         all without gradients.
@@ -203,8 +204,8 @@ class Region:
         digests, deferred = step.digests, step.deferred.bits
         values += [
             (name, value)
-            for name, value, at in given
-            if at in deferred or digest_output(value) != digests[at]
+            for name, value, position in inputs
+            if position in deferred or digest_output(value) != digests[position]
         ]
         step.counts.num_digested += 1
         if values:
@@ -216,13 +217,13 @@ class Region:
             is_exact = self.sees_kernels and not self.unseen
             writers = [step.writers_of(value) if is_exact else [] for _, value in values]
             self._step_to(
-                self.graph, "outputs", [known or self.reads for known in writers], names, rows
+                self.graph, "outputs", [exact or self.reads for exact in writers], names, rows
             )
             first = step.num_sites
-            for position, ((_, value), known) in enumerate(
+            for position, ((_, value), exact) in enumerate(
                 zip(values, writers, strict=True), start=first
             ):
-                step.append_output(value, known)
+                step.append_output(value, exact)
                 for part in parts_with_memory(value):
                     step.ledger.write(part, position)
             self.reads = [*self.reads, *range(first, step.num_sites)]

@@ -61,6 +61,8 @@ class _RegionKernelWatcher(NamedTuple):
 
 
 class CompiledRegions:
+    """Runs the compiled graphs of a step, and records them at level op or module."""
+
     def __init__(
         self,
         step: Step,
@@ -99,6 +101,7 @@ class CompiledRegions:
         self._running_regions.clear()
 
     def run(self, graph: TracedGraph, call: Callable[..., Any], *args: Any) -> Any:
+        """Run a compiled graph and return its outputs; record it if a step is under way."""
         step, places = self.step, self._places
         if not self._is_recorded():
             return self._unrecorded(call, *args)
@@ -109,8 +112,8 @@ class CompiledRegions:
             if is_selected:
                 region = Region(step, places, self._reads, graph, phase, scope)
                 entering = [*zip(graph.inputs, args, strict=True), *graph.held]
-                inputs = [(self._name(known, value), value) for known, value in entering]
-                given = region.enter(inputs)
+                inputs = [(self._name(traced, value), value) for traced, value in entering]
+                with_rows = region.enter(inputs)
                 number = next_sequence_number()
                 self._start(region)
                 places.modules.current = scope
@@ -123,13 +126,13 @@ class CompiledRegions:
             places.modules.return_to_stack()
         results = list(tensors_in([outputs]))
         with self.step.lock:
-            region.leave(((None, value) for value in results), given)
+            region.leave(((None, value) for value in results), with_rows)
         if "backward" in places.selection.phases and torch.is_grad_enabled():
             for node in compiled_nodes(results, number):
                 outer = {
-                    one.output_nr: f"grad of output {at}"
-                    for at, one in enumerate(results)
-                    if one.grad_fn is node
+                    result.output_nr: f"grad of output {index}"
+                    for index, result in enumerate(results)
+                    if result.grad_fn is node
                 }
                 self._follow_backward(region, node, outer, inputs[: len(args)])
         return outputs
@@ -145,7 +148,7 @@ class CompiledRegions:
             return self._without_rows(call)
         finally:
             with self.step.lock:
-                self.step.run_unseen(_EARLIER, *self._places.now())
+                self.step.add_unseen_writer(_EARLIER, *self._places.now())
 
     def run_inductor(self, graph: Any, call: Callable[[], Any]) -> Any:
         """Run a graph that inductor compiled; inside a region, record its kernels."""
@@ -162,25 +165,27 @@ class CompiledRegions:
             return call()
 
     def run_kernel(self, region: Region, call: KernelCall) -> Any:
+        """Run a kernel of a region, and record what it read and wrote."""
         step, kernel, thread = self.step, call.kernel, get_ident()
         written_indices = [
-            at for at in sorted(kernel.writes) if isinstance(call.arguments[at], Tensor)
+            index for index in sorted(kernel.writes) if isinstance(call.arguments[index], Tensor)
         ]
-        written = [call.arguments[at] for at in written_indices]
+        written = [call.arguments[index] for index in written_indices]
         if not written:
             return call.run()
         phase, scope = region.phase, region.scope
         tensors = [
-            (at, value) for at, value in enumerate(call.arguments) if isinstance(value, Tensor)
+            (index, value)
+            for index, value in enumerate(call.arguments)
+            if isinstance(value, Tensor)
         ]
-        read = [
-            value for at, value in tensors if at not in kernel.writes and at not in kernel.scratch
-        ]
+        not_read = kernel.writes | kernel.scratch
+        read = [value for index, value in tensors if index not in not_read]
         fresh = call.code.first_writes.get(call.line, frozenset()) - kernel.updates
         with step.lock:
             mark = step.num_sites
             reads = region.read_exactly(
-                read, (value for at, value in tensors if at in kernel.writes - fresh)
+                read, (value for index, value in tensors if index in kernel.writes - fresh)
             )
             step.deferred.before_writes(written)
             # ops in it, such as those of autotuning, are not part of the graph
@@ -217,6 +222,7 @@ class CompiledRegions:
         return (names.of if phase == "backward" else names.of_written)(value)
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op that a region calls, as ``Recorder.op`` does outside of one."""
         step, region = self.step, self._running_regions[get_ident()]
         if not isinstance(region, Region):
             return self._undigested.captured(func, args, kwargs)
@@ -300,21 +306,22 @@ class CompiledRegions:
         finally:
             self._running_regions.pop(get_ident(), None)
 
-    def _name(self, known: str, value: Any) -> str:
+    def _name(self, traced: str, value: Any) -> str:
+        """Return the name of an input, or the one that it has in the traced graph."""
         name = self._places.parameter_names.get(id(value))
         if name is None and isinstance(value, Tensor) and has_address(value):
             name = self._places.names.of(value)
-        return name or known
+        return name or traced
 
     def _in_own_module(self, graph: TracedGraph, args: Sequence[Any], scope: OpScope) -> OpScope:
         """Return the scope of the traced module, found by the name of one of its parameters.
 
         The module stack misses calls that ``nn.Module.compile`` compiled with their hooks.
         """
-        for known, value in zip(graph.inputs, args, strict=False):
+        for traced, value in zip(graph.inputs, args, strict=False):
             name = self._places.parameter_names.get(id(value), "")
-            if known in graph.members and name.endswith(known):
-                module = name[: -len(known)].rstrip(".")
+            if traced in graph.members and name.endswith(traced):
+                module = name[: -len(traced)].rstrip(".")
                 is_known = _unwrapped(module) == _unwrapped(scope.module)
                 return scope if is_known else scope_in(module, recomputed=scope.recomputed)
         return scope
@@ -349,11 +356,11 @@ class CompiledRegions:
         ``outer`` names gradients by output.
         """
         token, step, places = self._token, self.step, self._places
-        scope = OpScope(module=forward.scope.module, source=forward.source)
+        scope = scope_in(forward.scope.module, source=forward.source)
         is_op_level = places.selection.level == "op"  # below level op, parameters have no rows
         names = [
-            f"grad of {name}" if is_op_level or not isinstance(one, nn.Parameter) else ""
-            for name, one in inputs
+            f"grad of {name}" if is_op_level or not isinstance(value, nn.Parameter) else ""
+            for name, value in inputs
         ]
         running: list[Region] = []
 
@@ -370,9 +377,9 @@ class CompiledRegions:
                 reads = [*forward.reads, *forward.inner]
                 region = Region(step, places, self._reads, forward.graph, "backward", scope, reads)
                 # a gradient may belong to an input that the region wrote, or to the base of a view
-                given = enumerate(gradients)
                 region.enter(
-                    (outer.get(index, f"grad of result {index}"), value) for index, value in given
+                    (outer.get(index, f"grad of result {index}"), value)
+                    for index, value in enumerate(gradients)
                 )
                 running.append(region)
                 self._start(region)
@@ -383,9 +390,9 @@ class CompiledRegions:
                 return
             with step.lock:
                 self._end(running[-1])
-                known = names if len(gradients) == len(names) else [None] * len(gradients)
+                named = names if len(gradients) == len(names) else [None] * len(gradients)
                 running.pop().leave(
-                    pair for pair in zip(known, gradients, strict=True) if pair[0] != ""
+                    pair for pair in zip(named, gradients, strict=True) if pair[0] != ""
                 )
 
         node.register_prehook(before)

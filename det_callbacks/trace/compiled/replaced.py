@@ -66,7 +66,7 @@ class ReplacedInTorch(ReplacedMethods):
 
     def unfollow(self, follower: object) -> None:
         self._followers.discard(id(follower))
-        self.watchers = [one for one in self.watchers if one is not follower]
+        self.watchers = [watcher for watcher in self.watchers if watcher is not follower]
         if not self._followers:
             self.restore()
             KERNEL_NODES.forget_lowered()

@@ -54,7 +54,7 @@ from det_callbacks.internals.torch import (
     rebuild_buckets,
 )
 from det_callbacks.report.console import print_closing_line
-from det_callbacks.runs.lock import Peers
+from det_callbacks.runs.peers import Peers
 from det_callbacks.settings.generators import GeneratorStates, Held
 from det_callbacks.trace.generators import GeneratorReader
 from det_callbacks.trace.leaves import leaves

@@ -32,7 +32,7 @@ from det_callbacks.internals.lightning import WrappingCheckpointIO, either
 from det_callbacks.internals.replaced import ReplacedMethods
 from det_callbacks.report.console import print_closing_line
 from det_callbacks.runs.files import writing
-from det_callbacks.runs.lock import Peers
+from det_callbacks.runs.peers import Peers
 from det_callbacks.trace.optimizers import parameters_of
 from det_callbacks.training.arguments import Resume
 
