@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
@@ -47,6 +47,7 @@ FOLLOWED = "loop.followed"  # the models and optimizers of a script that was fol
 EACH_CALL = "none; each call of "  # begins that entry if no optimizer stepped
 UNRECORDED = "loop.unrecorded"  # parts of the training of such a script that no step holds
 RECORDER = "recorder"  # words on the native recorder, if it recorded
+FAILED = "loop.failed"  # the attempt in which such a script failed after its last step
 GENERATOR = "generators."  # digest of the first state of a generator of rank 0
 ARGUMENTS = "process.argv"  # the words that started the program
 
@@ -84,7 +85,7 @@ class EnvironmentEntry:
 
 
 # each run's own; a verification may stop before it knows the first
-_NOTES = {UNRECORDED, WITHOUT_EFFECT, RECORDER, STAGES}
+_NOTES = {UNRECORDED, WITHOUT_EFFECT, RECORDER, STAGES, FAILED}
 
 Environment: TypeAlias = Mapping[str, EnvironmentEntry]
 """Facts that may affect the bits of a run, by name; no host or user names,
@@ -251,6 +252,26 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     content = as_json(manifest)
     content["digest"] = _digest(content)
     replace_atomically(folder / MANIFEST, json.dumps(content, indent=1).encode() + b"\n")
+
+
+def note_failure(folder: Path) -> bool:
+    """Note in run.json that the script failed, and return True, if its loop was followed: only
+    the script's end is the end of such a loop.
+    """
+    manifest = read_manifest(folder)
+    if FOLLOWED not in manifest.environment:
+        return False
+    attempt = len(manifest.attempts) - 1
+    entry = EnvironmentEntry(value=attempt, is_machine=False, changes_bits=False)
+    entries = {**manifest.environment, FAILED: entry}
+    write_manifest(folder, replace(manifest, environment=entries))
+    return True
+
+
+def has_failed(manifest: Manifest) -> bool:
+    """Return whether the script failed in its last attempt, see ``note_failure``."""
+    entry = manifest.environment.get(FAILED)
+    return entry is not None and entry.value == len(manifest.attempts) - 1
 
 
 def read_manifest(folder: Path) -> Manifest:

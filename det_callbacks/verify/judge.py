@@ -62,6 +62,7 @@ from det_callbacks.runs.manifest import (
     choices_of_steps,
     compare_environments,
     framework_of,
+    has_failed,
 )
 from det_callbacks.runs.metrics import read_metrics
 from det_callbacks.runs.store import Run
@@ -398,6 +399,11 @@ class _Judge:
         if unfinished and not has_divergence:
             raise NothingComparedError(
                 f"{unfinished}, and found no difference in {walk.current.path}. Verify again."
+            )
+        if walk.records and has_failed(walk.current.manifest) and not has_divergence:
+            raise NothingComparedError(
+                f"The script of the verification in {walk.current.path} ended with an error, and "
+                "the steps before it match. Verify again."
             )
         # steps in only one run compare nothing
         if not has_compared and not (has_divergence and has_steps):

@@ -10,6 +10,7 @@ from test_followed_loops import command  # noqa: F401  # a fixture
 from test_launch import start
 
 from det_callbacks import compare_runs
+from det_callbacks.errors import NothingComparedError, ReferenceFormatError
 from det_callbacks.runs.store import Run
 
 HEAD = """
@@ -328,3 +329,19 @@ def test_a_script_that_looks_for_torch_first_is_recorded_and_others_say_what_the
     assert (done.returncode, says in done.stdout) == (status, True), done.stdout + done.stderr
     if not status:
         assert Run.open(tmp_path / "run").rank(0).steps(0).tolist() == [0]
+
+
+def test_a_script_that_exits_with_an_error_leaves_no_complete_run_and_no_match(command):  # noqa: F811
+    Path("train.py").write_text(HEAD + "train()\nif 'fails' in sys.argv:\n    raise SystemExit(3)")
+    assert command("record", "run", "fails").status == 2
+    assert "its script ended with an error" in str(Run.open("run").incomplete_reason)
+    with pytest.raises(ReferenceFormatError, match="a part of the training may be missing"):
+        compare_runs("run", "run")
+    assert command("record", "run", "--overwrite", "--").status == 0
+    assert Run.open("run").is_complete
+
+    assert command("verify", "run", "fails").status == 2
+    (current,) = Path().glob("determinism-verify/*/run")
+    assert not (current / "verdict.json").exists()
+    with pytest.raises(NothingComparedError, match="ended with an error"):
+        compare_runs("run", current)
