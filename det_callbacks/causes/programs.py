@@ -43,7 +43,7 @@ def another_length(graph: Graph, walk: Walk) -> Explanation | None:
         # a verification stops at the first difference, so whether the script would go on is unknown
         advice = (
             "If the current run ends there, give both runs the same number of steps; otherwise "
-            "restore these lines"
+            "check why it does not run these lines"
         )
     else:
         return None

@@ -30,6 +30,10 @@ _UNPROVEN: Mapping[Start, str] = {
     "passed on": (
         "a shape or a number that Python can read differs earlier, and Python may have passed it on"
     ),
+    "drawn": (
+        "Python's or NumPy's generator moved differently in this step, and what it gave may decide "
+        "this"
+    ),
     "race": "the step read it before it waited for the collective, which is a race",
     "collective": (
         "what this rank sent matches, and the difference came from another rank or the collective "

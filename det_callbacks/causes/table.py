@@ -197,12 +197,14 @@ def _may_have_read(graph: Graph, node: Node, row: int) -> Iterator[Node]:
         return
     found = [*settings.options_of_update(graph, row)]
     is_content = graph.difference.kinds[row] == "content"
-    may_be_drawn = (is_unrecorded and is_content) or graph.difference.start(row) == "passed on"
+    is_in_both = graph.difference.kinds[row] not in ("missing", "extra")
+    # what ran in one run only may be why a generator moved differently
+    is_passed_on = is_in_both and graph.difference.start(row) in ("passed on", "drawn")
+    may_be_drawn = (is_unrecorded and is_content) or is_passed_on
     if may_be_drawn and settings.model_setting(graph) is None:
         found += generators.moved_within(graph)
     found += settings.setting_node(settings.explaining_setting(graph), node.step)
     yield from found
-    is_in_both = graph.difference.kinds[row] not in ("missing", "extra")
     if is_unrecorded and is_in_both and not found:
         name = "what wrote it, which was not recorded"
         yield Node(kind="outside", name=name, step=node.step, moment=node.moment)

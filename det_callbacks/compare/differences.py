@@ -37,6 +37,7 @@ Start = Literal[
     "other arguments",  # each side kept a digest of different arguments
     "unread batch",  # Python may have read an object in the batch that could not be inspected
     "passed on",  # Python may have read a number or a shape that differs: ``_may_be_passed_on``
+    "drawn",  # or what Python's or NumPy's generator gave, which moved differently in the step
     "race",  # the tensor was read before its collective was done
     "collective",  # a collective delivered it, perhaps from another rank
     "graph replay",  # a replay of a CUDA graph may have written it
@@ -389,7 +390,9 @@ class StepDifference:
         if self.arguments.get(row) == {}:
             return "other arguments"
         if self._may_be_passed_on(row):
-            return "unread batch" if self.unread else "passed on"
+            if self.unread:
+                return "unread batch"
+            return "drawn" if self._first_readable in self._moved_in_step else "passed on"
         if site.role == "delivered":
             return "race" if self._has_detail(row, IN_FLIGHT, is_read=False) else "collective"
         if site.role == "graph_output":
@@ -467,8 +470,14 @@ class StepDifference:
         ]
         is_seen = self._both & (self._other_layout | is_number)
         found = np.flatnonzero(self.differs & (is_readable | is_seen))
-        drawn = (self._begin_row(row) for row in self.rows_after_step if self._is_of_host(row))
-        return min([*found[:1].tolist(), *drawn], default=len(self.alignment))
+        return min([*found[:1].tolist(), *self._moved_in_step], default=len(self.alignment))
+
+    @cached_property
+    def _moved_in_step(self) -> list[int]:
+        """The rows, at the start of the step, of the generators of Python and NumPy that differ at
+        its end.
+        """
+        return [self._begin_row(row) for row in self.rows_after_step if self._is_of_host(row)]
 
     @cached_property
     def rows_after_step(self) -> list[int]:

@@ -1,5 +1,6 @@
 """Faults planted in loops without a Trainer: the verdict says what happened, and what to do."""
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import Loop, Net, train
+from loops import Loop, Net, seed, train
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
@@ -258,3 +259,33 @@ def test_a_seed_after_a_draw_is_not_in_place_before_the_step(tmp_path):
         "code in the step changed it before a later draw, without a recorded op"
         in verdict.explanation
     )
+
+
+class Dropping(nn.Module):
+    """Python draws for each layer whether it runs; the bug is a layer that always runs."""
+
+    def __init__(self, always: int = -1) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(6))
+        self.last, self.always = nn.Linear(12, 3), always
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if number == self.always or random.random() < 0.5:
+                inputs = inputs + layer(inputs)
+        return self.last(inputs)
+
+
+def test_a_branch_that_draws_otherwise_is_the_cause_and_not_the_generator(tmp_path):
+    def loop(always: int = -1) -> Loop:
+        seed()
+        return Loop(Dropping(always))
+
+    verdict = verify(lambda: loop(1), tmp_path, loop)
+    first = verdict.first_divergence
+    assert (verdict.cause, first.op, first.kind) == ("forward", "aten.addmm.default", "missing")
+    assert first.module.startswith("layers.")
+    assert first.is_origin is None
+    assert [entry.kind for entry in verdict.trail] == ["op"]
+    assert "compare the condition that decides it" in verdict.explanation
+    assert "give it a separate generator" not in verdict.explanation

@@ -208,6 +208,18 @@ def test_an_update_that_is_left_out_and_gradients_that_are_not_cleared_are_told(
     )
 
 
+def test_an_update_that_is_left_out_of_a_loop_without_a_loader_is_told(command):
+    assert command("record", "run", "without_loader").status == 0
+    done = command("verify", "run", "--current", "skipped", "--", "without_loader", "skipped")
+    assert done.status == 1
+    verdict = compare_runs("run", "skipped/run")
+    assert (verdict.cause, verdict.first_divergence.step) == ("optimizer", 2)
+    assert (
+        "the reference updates the parameters after backward pass 1 of the step, and the current "
+        "run only after backward pass 2" in verdict.explanation
+    )
+
+
 def test_the_common_steps_of_a_loop_without_a_loader_end_with_the_update(command):
     """The longer run draws its next batch in the last common step."""
     assert command("record", "long", "without_loader").status == 0
