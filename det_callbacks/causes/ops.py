@@ -107,7 +107,7 @@ def _is_loss(site: Site) -> bool:
 
 def _has_passes_in_place_of_update(graph: Graph) -> bool:
     """Return whether all that one run computes before its update matches, and the other run then
-    goes on with another forward pass and its backward pass.
+    has another forward pass and its backward pass.
     """
     program, position = graph.difference.side(graph.first.row)
     reference, current = graph.difference.reference.program, graph.difference.current.program

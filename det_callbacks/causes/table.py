@@ -195,7 +195,7 @@ def _may_have_read(graph: Graph, node: Node, row: int) -> Iterator[Node]:
     if is_unrecorded and is_older:
         yield Node(kind="outside", name=states.UNRECORDED_STEPS, step=node.step)
         return
-    found = [*settings.options_of_update(graph, row)]
+    found = [*programs.modes_read(graph, row), *settings.options_of_update(graph, row)]
     is_content = graph.difference.kinds[row] == "content"
     is_in_both = graph.difference.kinds[row] not in ("missing", "extra")
     # what ran in one run only may be why a generator moved differently
@@ -275,6 +275,8 @@ def _by_reached(graph: Graph, walk: Walk) -> Explanation | None:
 
 
 def _option(graph: Graph, walk: Walk) -> Explanation | None:
+    if any(programs.modes_read(graph, walk.reached.row)):
+        return programs.module_mode(graph, walk)
     return (
         _by_reached(graph, walk)
         if walk.reached.kind == "batch"

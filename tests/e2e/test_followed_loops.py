@@ -208,6 +208,24 @@ def test_an_update_that_is_left_out_and_gradients_that_are_not_cleared_are_told(
     )
 
 
+def test_a_model_that_is_left_in_eval_mode_diverges_and_its_mode_is_named(command):
+    assert command("record", "run", "--level=module", "--", "plain").status == 0
+    done = command("verify", "run", "--current", "eval", "--", "plain", "in_eval")
+    assert done.status == 1, done.text + done.errors
+    verdict = compare_runs("run", "eval/run")
+    assert (verdict.first_divergence.step, verdict.first_divergence.module) == (6, "drop")
+    assert verdict.trail[0].name == "the mode of the model"
+    assert "the model is in eval mode in the current run" in verdict.explanation
+
+
+def test_a_validation_with_gradients_is_no_step(command):
+    done = command("record", "run", "--level=state", "--", "validates_with_gradients")
+    assert (done.status, "recorded 6 steps" in done.text) == (0, True), done.text + done.errors
+    assert "not in the run" not in done.text
+    words = ("--current", "without", "--", "validates_with_gradients", "unvalidated")
+    assert command("verify", "run", *words).status == 0
+
+
 def test_an_update_that_is_left_out_of_a_loop_without_a_loader_is_told(command):
     assert command("record", "run", "without_loader").status == 0
     done = command("verify", "run", "--current", "skipped", "--", "without_loader", "skipped")
