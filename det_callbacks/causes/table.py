@@ -50,6 +50,12 @@ def find_cause(graph: Graph, walk: Walk) -> Explanation:
     return found if found.text else replace(found, text=explain_first(graph))
 
 
+def first_entry(graph: Graph) -> TrailEntry:
+    """Return the first difference of a step as the trail shows it."""
+    (entry,) = trail_of(graph, Walk(nodes=(_row_node(graph, graph.first.row),)))
+    return entry
+
+
 def trail_of(graph: Graph, walk: Walk) -> tuple[TrailEntry, ...]:
     """Return a walk as it is shown, the root first; an entry is proven if the
     next one certainly read it.

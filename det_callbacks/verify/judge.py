@@ -13,6 +13,7 @@ from det_callbacks.causes.table import (
     evidence_lines,
     find_cause,
     find_walk,
+    first_entry,
     trail_of,
     trail_of_metric,
 )
@@ -465,13 +466,16 @@ class _Judge:
             return _Answer(
                 leader.divergence(), "structure", capitalised(shown_whole) + agree, SAME_LENGTH
             )
+        origins = [] if ranks is None else [first[rank] for rank in ranks.ranks("origin")]
+        same_place = (one for one in origins if one.order[:3] == leader.order[:3])
+        leader = received = next(same_place, leader)  # the rank that comes first may have received
         shown = leader.with_origin_from(ranks)
         if ranks is not None and ranks.is_collective:
             return _Answer(
                 shown, "collective", f"Step {shown.step}, {shown.phase}: {explain_ranks(ranks)}"
             )
-        if ranks is not None and ranks.ranks("origin"):
-            leader = min((first[rank] for rank in ranks.ranks("origin")), key=_order)
+        at_once = (one for one in origins if one.moment == leader.moment)
+        leader = min(at_once, key=_order, default=leader)
         graph = self._graph(leader)
         walk = find_walk(graph)
         found_cause = find_cause(graph, walk)
@@ -481,6 +485,8 @@ class _Judge:
         if whole:
             text += f"; in addition, {shown_whole}"
         evidence, trail = evidence_lines(graph), trail_of(graph, walk)
+        if received is not leader:
+            trail = (*trail, first_entry(self._graph(received)))
         return _Answer(
             shown, found_cause.cause, text, found_cause.advice, evidence, found_cause.setting, trail
         )
