@@ -114,7 +114,7 @@ def _has_passes_in_place_of_update(graph: Graph) -> bool:
     other = reference if program is current else current
     earlier, later = _losses(other), _losses(program)
     before = [at for at in later if at < position]
-    if len(before) != len(earlier) or len(later) == len(earlier):
+    if not earlier or len(before) != len(earlier) or len(later) == len(earlier):
         return False
     between = program.sites[position : later[len(earlier)]]
     return any(site.op and site.phase == "forward" for site in between)
@@ -239,8 +239,8 @@ def first_difference(graph: Graph, walk: Walk) -> Explanation:
 
 
 def _advise_on_one_run(graph: Graph) -> str:
-    """Return what to check if the first difference is a draw, a sum of gradients, or what a draw
-    may decide, and only one run has it; "" for any other.
+    """Return what to check if the first difference is a draw, an op of the backward pass, or what a
+    draw may decide, and only one run has it; "" for any other.
     """
     first = graph.first.divergence
     if first.kind not in ("missing", "extra") or not first.op:
@@ -261,6 +261,11 @@ def _advise_on_one_run(graph: Graph) -> str:
         return (
             f"The {side} adds to a gradient that the parameter already had: check where the "
             "gradients are cleared (zero_grad), and how often backward() runs"
+        )
+    if first.phase == "backward" and not graph.first.site.recomputed:
+        return (
+            f"The forward pass before it matches, so more of it needs gradients in the {side}: "
+            "check detach(), requires_grad, torch.no_grad() and hooks of tensors"
         )
     return ""
 

@@ -55,7 +55,7 @@ def another_length(graph: Graph, walk: Walk) -> Explanation | None:
     ops = dict.fromkeys(
         site_text(difference.describe(row))
         for row in difference.rows_after_update
-        if difference.site(row).op
+        if difference.site(row).op and not difference.site(row).output
     )
     return Explanation(
         cause="structure",

@@ -165,7 +165,7 @@ class Script:
             return replace(done, reason=f"{current / VERDICT_FILE} cannot be read: {error}")
         done = replace(done, verdict=verdict)
         if verdict.verdict == "match" and reason:
-            if note_failure(current):
+            if _manifest(current) and note_failure(current):
                 (current / VERDICT_FILE).unlink(missing_ok=True)
             return replace(done, reason=f"{reason}. The steps compared before that match")
         if verdict.verdict == "match" and self.entry not in {

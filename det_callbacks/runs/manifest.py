@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -84,6 +86,8 @@ class EnvironmentEntry:
     changes_bits: bool
 
 
+_OF_GROUP = re.compile(rf"({OPTIMIZER}\..+\.group \d+)\.")  # an option of another than the first
+
 # each run's own; a verification may stop before it knows the first
 _NOTES = {UNRECORDED, WITHOUT_EFFECT, RECORDER, STAGES, FAILED}
 
@@ -107,8 +111,8 @@ def compare_environments(
     )
     has_other_optimizer = reference.get(OPTIMIZER) != current.get(OPTIMIZER)
     both = [
-        _without_lone_configuration(reference, current),
-        _without_lone_configuration(current, reference),
+        _without_lone_groups(_without_lone_configuration(reference, current), current),
+        _without_lone_groups(_without_lone_configuration(current, reference), reference),
     ]
     for name in sorted({*both[0], *both[1]} - _NOTES):
         sides = [entries.get(name) for entries in both]
@@ -162,6 +166,8 @@ def _absent(name: str, entries: Environment) -> object:
     """Return what a run without an entry says of it."""
     if item_of(name, CHANGED_FILE):
         return AS_COMMITTED
+    if _OF_GROUP.match(f"{name}."):
+        return None
     # 1.0.0 recorded a few variables, and those that were not set as None
     is_of_first_version = any(
         key.startswith(VARIABLE) and entry.value is None for key, entry in entries.items()
@@ -183,6 +189,20 @@ def _without_lone_configuration(entries: Environment, other: Environment) -> Env
         **{name: entries[name] for name in entries.keys() - keys},
         CONFIGURATION.rstrip("."): whole,
     }
+
+
+def _without_lone_groups(entries: Environment, other: Environment) -> Environment:
+    """Return the entries, with the options of an optimizer's group as one entry if the other side
+    has no such group.
+    """
+    groups = {name: found[1] for name in entries if (found := _OF_GROUP.match(name)) is not None}
+    in_other = {found[1] for name in other if (found := _OF_GROUP.match(name)) is not None}
+    lone = {name: group for name, group in groups.items() if group not in in_other}
+    whole = {
+        group: EnvironmentEntry(value=f"{number} options", is_machine=False, changes_bits=True)
+        for group, number in Counter(lone.values()).items()
+    }
+    return {**{name: entries[name] for name in entries if name not in lone}, **whole}
 
 
 def choices_of_steps(environment: Sequence[EnvironmentDifference]) -> list[EnvironmentDifference]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -289,3 +290,18 @@ def test_a_branch_that_draws_otherwise_is_the_cause_and_not_the_generator(tmp_pa
     assert [entry.kind for entry in verdict.trail] == ["op"]
     assert "compare the condition that decides it" in verdict.explanation
     assert "give it a separate generator" not in verdict.explanation
+
+
+def test_draws_before_the_model_is_built_are_not_said_to_be_another_seed(tmp_path):
+    def loop(number: int) -> Loop:
+        seed()
+        torch.rand(number)
+        made = Loop.__new__(Loop)
+        with mock.patch("loops.seed"):
+            made.__init__(Net())
+        return made
+
+    verdict = verify(lambda: loop(3), tmp_path, lambda: loop(0))
+    assert verdict.cause == "initial_weights"
+    assert "a different number of draws from the same seed" in verdict.explanation
+    assert "Set the same seed" not in verdict.explanation

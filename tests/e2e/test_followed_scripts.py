@@ -345,3 +345,29 @@ def test_a_script_that_exits_with_an_error_leaves_no_complete_run_and_no_match(c
     assert not (current / "verdict.json").exists()
     with pytest.raises(NothingComparedError, match="ended with an error"):
         compare_runs("run", current)
+
+
+def test_what_a_model_is_called_with_is_not_said_to_come_from_a_data_set(command):  # noqa: F811
+    Path("train.py").write_text(
+        HEAD
+        + """
+class Carried(nn.Linear):
+    def forward(self, x, carried=None):
+        return super().forward(x if carried is None else x + carried)
+model, carried = Carried(4, 1), None
+optimizer = optim.SGD(model.parameters(), lr=0.1)
+for number in range(4):
+    if "other" not in sys.argv or number < 2:
+        carried = None
+    result = model(inputs, carried)
+    carried = result.detach()
+    optimizer.zero_grad()
+    result.square().mean().backward()
+    optimizer.step()
+"""
+    )
+    assert command("record", "run", "--level=state", "--").status == 0
+    done = command("verify", "run", "other")
+    text = " ".join(done.text.split())
+    assert "what it keeps from earlier steps" in text, text
+    assert "data set" not in text

@@ -194,6 +194,19 @@ def finding(name, dtype="float32"):
     return fill
 
 
+def with_more_gradients(step, now):
+    value = step.op("aten.mm.default", step.batch("batch[0]", [1, 2]), "net.weight")
+    if now:
+        step.op("aten.t.default", value, phase="backward")
+    step.op("aten.mm.default", value, phase="backward")
+
+
+def with_a_scale(step, now):
+    step.op("aten.add_.Tensor", "?x", "net.weight", phase="optimizer")
+    if not now:
+        step.op("aten._amp_update_scale_.default", outputs=2, phase="other", module="")
+
+
 def after_a_compiled_region(step, now):
     step.row(
         9,
@@ -406,6 +419,22 @@ CASES = [
     ),
     case(
         finding("state of Ema: weights"), "initial_weights", "initial state differs", "!was changed"
+    ),
+    case(
+        finding("state of StepLR: last_epoch", "int"),
+        "external_write",
+        "between the beginnings of step 6 and step 7, the script changed state of StepLR: last_",
+        "how often the script updates StepLR",
+        "!NumPy",
+        begins_before=True,
+    ),
+    case(
+        with_more_gradients,
+        "structure",
+        "so more of it needs gradients in the current run: check detach(), requires_grad",
+    ),
+    case(
+        with_a_scale, "structure", "_amp_update_scale_.default in no submodule; every", "!output 1"
     ),
     case(
         finding("state of StepLR: gamma", "float"), "settings", "give both runs the same schedulers"
