@@ -252,7 +252,10 @@ def _advise(graph: Graph) -> str:
         return advise_on_batch(graph, f"Restore the position in the data. {_SHUFFLE}{of_stream}")
     if how in ("drawn", "other") and not (batch.has_loader or changes):
         is_content = graph.first.divergence.kind == "content"
-        return _UNRECORDED if is_content and not batch.num_same else _CALLED
+        return _CALLED if not is_content or (how == "other" and batch.num_same) else _UNRECORDED
+    if how == "drawn" and batch.is_whole and not (batch.is_other_epoch or changes):
+        todo = "check what leaves out or repeats a step (a condition, continue), and the sampler"
+        return f"It holds the samples of step {batch.found_at} of the reference, so {todo}"
     if how in ("made otherwise", "other") and changes:
         shown = listed(f"the generator {change.name}" for change in changes)
         why = capitalised(show_change(changes[0], graph.evidence))

@@ -360,6 +360,9 @@ def also_differ(phases: Sequence[str]) -> str:
 
 def _is_set_in_step(graph: Graph) -> bool:
     """Return whether a generator that an op draws from matched when the step started."""
+    has_other_start = {one.name for one in graph.evidence.generators if one.has_other_start}
+    if graph.first.site.of in has_other_start:
+        return False  # it was unused until then, and its state was not compared
     if graph.first.site.role == "generator" and graph.difference.sites_read(graph.first.row):
         return True  # an earlier state in the step matches
     names = {source.divergence.name for source in graph.sources if source.divergence.phase == "rng"}

@@ -167,7 +167,7 @@ def _absent(name: str, entries: Environment) -> object:
     if item_of(name, CHANGED_FILE):
         return AS_COMMITTED
     if _OF_GROUP.match(f"{name}."):
-        return None
+        return "absent"
     # 1.0.0 recorded a few variables, and those that were not set as None
     is_of_first_version = any(
         key.startswith(VARIABLE) and entry.value is None for key, entry in entries.items()

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from loops import Loop, Net, seed, train
+from loops import Loop, Net, samples, seed, train
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
@@ -305,3 +305,42 @@ def test_draws_before_the_model_is_built_are_not_said_to_be_another_seed(tmp_pat
     assert verdict.cause == "initial_weights"
     assert "a different number of draws from the same seed" in verdict.explanation
     assert "Set the same seed" not in verdict.explanation
+
+
+class OfSlices(Loop):
+    """Without a loader, whose start would draw."""
+
+    def run(self, run: Any = None, **_: Any) -> Loop:
+        for number in range(6):
+            batch = samples()[4 * number : 4 * number + 4]
+            with run.step(batch):
+                self.train_step(batch)
+        return self
+
+
+def test_draws_before_the_fit_are_not_said_to_be_in_the_step(tmp_path):
+    def loop() -> Loop:
+        made = OfSlices()
+        torch.rand(3)
+        return made
+
+    verdict = verify(loop, tmp_path, OfSlices)
+    assert (verdict.cause, verdict.first_divergence.name) == ("rng", "torch.cpu")
+    assert "a different number of draws from the same seed" in verdict.explanation
+    assert "code in the step changed it" not in verdict.explanation
+
+
+class Skipping(Loop):
+    def run(self, run: Any = None, **_: Any) -> Loop:
+        for number, batch in enumerate(run.batches(self.loader)):
+            if number != 2:
+                with run.step(batch):
+                    self.train_step(batch)
+        return self
+
+
+def test_a_batch_that_is_left_out_is_told(tmp_path):
+    verdict = verify(Skipping, tmp_path)
+    assert (verdict.cause, verdict.first_divergence.step) == ("data_order", 2)
+    assert "It holds the samples of step 3 of the reference" in verdict.explanation
+    assert "leaves out or repeats a step" in verdict.explanation

@@ -261,7 +261,7 @@ def test_a_group_of_an_optimizer_that_one_run_lacks_is_one_entry():
     first, second = {"lr": 0.1, "betas": [0.9, 0.99]}, {"lr": 0.2, "betas": [0.9, 0.99]}
     both, one = {"AdamW": {**first, "group 1": second}}, {"AdamW": first}
     assert chosen({"optimizer": both}, {"optimizer": one}) == {
-        "optimizer.AdamW.group 1": ("2 options", None, True)
+        "optimizer.AdamW.group 1": ("2 options", "absent", True)
     }
     other = {"AdamW": {**first, "group 1": {**second, "lr": 0.3}}}
     assert chosen({"optimizer": both}, {"optimizer": other}) == {
