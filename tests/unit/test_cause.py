@@ -194,19 +194,6 @@ def finding(name, dtype="float32"):
     return fill
 
 
-def with_more_gradients(step, now):
-    value = step.op("aten.mm.default", step.batch("batch[0]", [1, 2]), "net.weight")
-    if now:
-        step.op("aten.t.default", value, phase="backward")
-    step.op("aten.mm.default", value, phase="backward")
-
-
-def with_a_scale(step, now):
-    step.op("aten.add_.Tensor", "?x", "net.weight", phase="optimizer")
-    if not now:
-        step.op("aten._amp_update_scale_.default", outputs=2, phase="other", module="")
-
-
 def after_a_compiled_region(step, now):
     step.row(
         9,
@@ -427,14 +414,6 @@ CASES = [
         "how often the script updates StepLR",
         "!NumPy",
         begins_before=True,
-    ),
-    case(
-        with_more_gradients,
-        "structure",
-        "so more of it needs gradients in the current run: check detach(), requires_grad",
-    ),
-    case(
-        with_a_scale, "structure", "_amp_update_scale_.default in no submodule; every", "!output 1"
     ),
     case(
         finding("state of StepLR: gamma", "float"), "settings", "give both runs the same schedulers"
