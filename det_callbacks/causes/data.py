@@ -51,6 +51,10 @@ _UNRECORDED = (
     "that was not recorded: a separate generator (numpy.random.default_rng() without a seed), the "
     "order of a set, an environment, or a file"
 )
+_CALLED = (
+    "No DataLoader gave the batch, which is what the model was called with: check the code that "
+    "makes these arguments, and what it keeps from earlier steps"
+)
 _SHUFFLE = (
     "What shuffles the data (a generator, a seed, set_epoch) has to be restored to what it was "
     "when the epoch began"
@@ -247,9 +251,13 @@ def _advise(graph: Graph) -> str:
             batch.indices is None
         )
         return advise_on_batch(graph, f"Restore the position in the data. {_SHUFFLE}{of_stream}")
-    is_unrecorded = how == "drawn" or (how == "other" and not batch.num_same)
-    if is_unrecorded and not (batch.has_loader or changes):
-        return _UNRECORDED
+    if how in ("drawn", "other") and not (batch.has_loader or changes):
+        is_content = graph.first.divergence.kind == "content"
+        return _CALLED if not is_content or (how == "other" and batch.num_same) else _UNRECORDED
+    source = batch.source
+    if how == "drawn" and source and source.has_all and not (source.is_other_epoch or changes):
+        todo = "check what leaves out or repeats a step (a condition, continue), and the sampler"
+        return f"It holds the samples of step {source.step} of the reference, so {todo}"
     if how in ("other samples", "other") and changes:
         shown = listed(f"the generator {change.name}" for change in changes)
         why = capitalised(show_change(changes[0], graph.evidence))

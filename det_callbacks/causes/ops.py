@@ -11,6 +11,7 @@ from det_callbacks.causes.sentences import place, side_of
 from det_callbacks.causes.settings import explaining_setting
 from det_callbacks.causes.states import bits_at
 from det_callbacks.compare.differences import RowDifference
+from det_callbacks.runs.program import Program, Site
 from det_callbacks.text import count, listed
 from det_callbacks.verdict import Cause
 
@@ -61,7 +62,8 @@ def other_gradients(graph: Graph, walk: Walk) -> Explanation | None:
 
 
 def other_number_of_batches(graph: Graph, walk: Walk) -> Explanation | None:
-    """A step that an update ends has more batches in one run.
+    """A step that an update ends has more batches in one run, or more forward passes, each with
+    its backward pass.
 
     Causes: optimizer
 
@@ -71,24 +73,51 @@ def other_number_of_batches(graph: Graph, walk: Walk) -> Explanation | None:
         skip it.
     """
     difference, kind = graph.difference, graph.first.divergence.kind
-    batches = [
-        max((site.batch for site in view.program.sites), default=0)
-        for view in (difference.reference, difference.current)
-    ]
-    is_same = batches[0] == batches[1] or kind not in ("missing", "extra")
+    programs = difference.reference.program, difference.current.program
+    what = "batch"
+    numbers = [max((site.batch for site in one.sites), default=0) for one in programs]
+    if numbers[0] == numbers[1] and _has_passes_in_place_of_update(graph):
+        what, numbers = "backward pass", [len(_losses(one)) for one in programs]
+    is_same = numbers[0] == numbers[1] or kind not in ("missing", "extra")
     if is_same or explaining_setting(graph) is not None:
         return None
     runs = ("reference", "current run")
-    first = int(batches[1] < batches[0])
+    first = int(numbers[1] < numbers[0])
     return Explanation(
         cause="optimizer",
         text=(
-            f"{place(graph)}: the {runs[first]} updates the parameters after batch "
-            f"{batches[first]} of the step, and the {runs[1 - first]} only after batch "
-            f"{batches[1 - first]}"
+            f"{place(graph)}: the {runs[first]} updates the parameters after {what} "
+            f"{numbers[first]} of the step, and the {runs[1 - first]} only after {what} "
+            f"{numbers[1 - first]}"
         ),
         advice=_CHECK_CALLS,
     )
+
+
+def _losses(program: Program) -> list[int]:
+    """Return the positions of the losses, each of which begins a backward pass."""
+    return [
+        at for at, site in enumerate(program.sites) if site.phase == "forward" and _is_loss(site)
+    ]
+
+
+def _is_loss(site: Site) -> bool:
+    return site.role == "named" and site.name == "loss" and not site.op
+
+
+def _has_passes_in_place_of_update(graph: Graph) -> bool:
+    """Return whether all that one run computes before its update matches, and the other run then
+    has another forward pass and its backward pass.
+    """
+    program, position = graph.difference.side(graph.first.row)
+    reference, current = graph.difference.reference.program, graph.difference.current.program
+    other = reference if program is current else current
+    earlier, later = _losses(other), _losses(program)
+    before = [at for at in later if at < position]
+    if not earlier or len(before) != len(earlier) or len(later) == len(earlier):
+        return False
+    between = program.sites[position : later[len(earlier)]]
+    return any(site.op and site.phase == "forward" for site in between)
 
 
 def _other_updates(graph: Graph) -> tuple[str, str] | None:
@@ -191,7 +220,8 @@ def structure(graph: Graph, walk: Walk) -> Explanation | None:
     """
     if not {"content", "argument"}.isdisjoint(graph.difference.kinds.values()):
         return None
-    return Explanation(cause="structure", advice=advise_lost_value(graph))
+    advice = _advise_on_one_run(graph) or advise_lost_value(graph)
+    return Explanation(cause="structure", advice=advice)
 
 
 def first_difference(graph: Graph, walk: Walk) -> Explanation:
@@ -209,8 +239,8 @@ def first_difference(graph: Graph, walk: Walk) -> Explanation:
 
 
 def _advise_on_one_run(graph: Graph) -> str:
-    """Return what to check if the first difference is a draw, or a sum of gradients, that only one
-    run has; "" for any other.
+    """Return what to check if the first difference is a draw, an op of the backward pass, or what a
+    draw may decide, and only one run has it; "" for any other.
     """
     first = graph.first.divergence
     if first.kind not in ("missing", "extra") or not first.op:
@@ -221,11 +251,21 @@ def _advise_on_one_run(graph: Graph) -> str:
             f"Only the {side} draws in {first.module or 'this model'}: compare its train() or "
             "eval() mode, and the arguments of its dropout"
         )
+    if graph.first.start == "drawn":
+        return (
+            f"Only the {side} runs this line: compare the condition that decides it, and how often "
+            "the code before it draws"
+        )
     is_sum = first.phase == "backward" and first.op.startswith("aten.add")
     if is_sum and graph.first.site.subject == "gradient":
         return (
             f"The {side} adds to a gradient that the parameter already had: check where the "
             "gradients are cleared (zero_grad), and how often backward() runs"
+        )
+    if first.phase == "backward" and not graph.first.site.recomputed:
+        return (
+            f"The forward pass before it matches, so more of it needs gradients in the {side}: "
+            "check detach(), requires_grad, torch.no_grad() and hooks of tensors"
         )
     return ""
 

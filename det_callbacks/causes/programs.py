@@ -3,16 +3,21 @@ two steps that are not the same program.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Literal
 
-from det_callbacks.causes.graph import Explanation, Graph, Walk
+from det_callbacks.causes.generators import draws_in_one_run
+from det_callbacks.causes.graph import Explanation, Graph, Node, Walk
 from det_callbacks.causes.ops import cause_of_first
 from det_callbacks.causes.sentences import place, side_of, site_text
 from det_callbacks.compare.differences import RowDifference, recomputed_differently
+from det_callbacks.compare.evidence import mode_of
 from det_callbacks.runs.program import Program, StepView
 from det_callbacks.text import listed
 
 Side = Literal["reference", "current run"]
+
+_MODES = ("eval", "train")
 
 _Key = tuple[object, ...]
 
@@ -38,14 +43,14 @@ def another_length(graph: Graph, walk: Walk) -> Explanation | None:
         # a verification stops at the first difference, so whether the script would go on is unknown
         advice = (
             "If the current run ends there, give both runs the same number of steps; otherwise "
-            "restore these lines"
+            "check why it does not run these lines"
         )
     else:
         return None
     ops = dict.fromkeys(
         site_text(difference.describe(row))
         for row in difference.rows_after_update
-        if difference.site(row).op
+        if difference.site(row).op and not difference.site(row).output
     )
     return Explanation(
         cause="structure",
@@ -54,6 +59,56 @@ def another_length(graph: Graph, walk: Walk) -> Explanation | None:
             "everything before them matches"
         ),
         advice=advice,
+    )
+
+
+def modes_read(graph: Graph, row: int | None) -> Iterator[Node]:
+    """Yield the modules that are in train mode in one run only, if a row may depend on that: an
+    op of such a module, or a row whose ops were not recorded.
+    """
+    if row is None:
+        return
+    site = graph.difference.site(row)
+    is_unrecorded = graph.difference.start(row) == "not recorded"
+    if site.phase in ("forward", "other") and site.module != "?" and (site.op or site.module):
+        may_depend = graph.evidence.has_other_mode(site.module)
+    else:
+        may_depend = is_unrecorded and site.phase != "optimizer"
+    for name in graph.evidence.other_modes if may_depend else ():
+        modes = [mode_of(one, name) for one in graph.evidence.modes]
+        reference, current = (_MODES[bool(mode)] for mode in modes)
+        yield Node(
+            kind="option",
+            name=f"the mode of {name or 'the model'}",
+            step=graph.difference.step,
+            values=(reference, current),
+            is_proven=False,
+        )
+
+
+def module_mode(graph: Graph, walk: Walk) -> Explanation:
+    """A module is in train mode in one run and in eval mode in the other, and the first difference
+    is in such a module.
+
+    Causes: forward, rng, structure, backward, unknown
+
+    Example:
+        Step 2, forward: aten.bernoulli_.float in net.4 (train.py:9, training_step) ran only in the
+        reference; its inputs match, so the difference starts here. Check where the script calls
+        train() and eval(): net.4 is in eval mode in the current run, and in train mode in the
+        reference.
+    """
+    by_mode: dict[bool | None, list[str]] = {}
+    for name in graph.evidence.other_modes:
+        by_mode.setdefault(mode_of(graph.evidence.modes[0], name), []).append(name or "the model")
+    modes = [
+        f"{listed(names)} {'is' if len(names) == 1 else 'are'} in {_MODES[not mode]} mode in the "
+        f"current run, and in {_MODES[bool(mode)]} mode in the reference"
+        for mode, names in by_mode.items()
+    ]
+    return Explanation(
+        cause="rng" if draws_in_one_run(graph) else cause_of_first(graph),
+        advice=f"Check where the script calls train() and eval(): {listed(modes, '; ')}",
     )
 
 

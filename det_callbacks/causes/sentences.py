@@ -30,6 +30,10 @@ _UNPROVEN: Mapping[Start, str] = {
     "passed on": (
         "a shape or a number that Python can read differs earlier, and Python may have passed it on"
     ),
+    "drawn": (
+        "Python's or NumPy's generator moved differently in this step, and what it gave may decide "
+        "this"
+    ),
     "race": "the step read it before it waited for the collective, which is a race",
     "collective": (
         "what this rank sent matches, and the difference came from another rank or the collective "
@@ -356,6 +360,9 @@ def also_differ(phases: Sequence[str]) -> str:
 
 def _is_set_in_step(graph: Graph) -> bool:
     """Return whether a generator that an op draws from matched when the step started."""
+    has_other_start = {one.name for one in graph.evidence.generators if one.has_other_start}
+    if graph.first.site.of in has_other_start:
+        return False  # it was unused until then, and its state was not compared
     if graph.first.site.role == "generator" and graph.difference.sites_read(graph.first.row):
         return True  # an earlier state in the step matches
     names = {source.divergence.name for source in graph.sources if source.divergence.phase == "rng"}

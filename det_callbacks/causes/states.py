@@ -32,7 +32,7 @@ from det_callbacks.runs.program import (
     TensorLayout,
     describe_tensor,
 )
-from det_callbacks.text import listed
+from det_callbacks.text import capitalised, listed
 
 # the names of nodes that nothing recorded explains
 UNRECORDED_STEPS = "steps that were not recorded"
@@ -204,6 +204,12 @@ def _advise_on_initial_state(graph: Graph) -> str:
         )
     change = next((change for change in graph.evidence.other_starts if change.is_reseeded), None)
     if change is None:
+        drawn = next((one for one in graph.evidence.other_starts if one.seeds is not None), None)
+        if drawn is not None:
+            return (
+                f"{capitalised(show_start(drawn))}. Compare what draws before the fit: the modules "
+                "that the script builds, and their order"
+            )
         return "Set the same seed before you build the model, or load the same weights"
     return f"Set the same seed before you build the model: {show_start(change)}"
 
@@ -366,6 +372,13 @@ def external_write(graph: Graph, walk: Walk) -> Explanation | None:
     """
     if walk.root.name != UNSEEN_WRITE:
         return None
+    if (numbers := _further_numbers(graph)) is not None:
+        of, what = numbers
+        return Explanation(
+            cause="external_write",
+            text=f"{place(graph)}: {what}",
+            advice=f"Check where and how often the script updates {listed(of)}",
+        )
     what = _between_steps(graph) or _in_step(graph) or _before_an_op(graph)
     if not what:
         return None
@@ -376,6 +389,24 @@ def external_write(graph: Graph, walk: Walk) -> Explanation | None:
             "Check the code that runs at that point. If the write is intended, do it inside a step "
             "with torch ops, which the recorder sees"
         ),
+    )
+
+
+def _further_numbers(graph: Graph) -> tuple[list[str], str] | None:
+    """Return the schedulers whose numbers differ although they matched at the end of the previous
+    step, and what to say; None if anything but numbers of schedulers differs so.
+    """
+    sources = [one for one in graph.sources if one.site.subject == "further"]
+    is_of_numbers = all(one.divergence.dtype in _NUMBERS for one in sources)
+    if not sources or not is_of_numbers or not _changed_between_steps(graph):
+        return None
+    step = graph.difference.step
+    others = [phase for phase in graph.source_phases if phase not in ("input", "state")]
+    return (
+        list(dict.fromkeys(one.site.of for one in sources)),
+        f"between the beginnings of step {step - 1} and step {step}, the script changed "
+        f"{listed(graph.further)} in one run only, or differently{_ran_between_steps(graph)}"
+        f"{also_differ(others)}",
     )
 
 

@@ -50,6 +50,12 @@ def find_cause(graph: Graph, walk: Walk) -> Explanation:
     return explanation if explanation.text else replace(explanation, text=explain_first(graph))
 
 
+def first_entry(graph: Graph) -> TrailEntry:
+    """Return the first difference of a step as the trail shows it."""
+    (entry,) = trail_of(graph, Walk(nodes=(_row_node(graph, graph.first.row),)))
+    return entry
+
+
 def trail_of(graph: Graph, walk: Walk) -> tuple[TrailEntry, ...]:
     """Return a walk as it is shown, the root first; an entry is proven if the
     next one certainly read it.
@@ -195,14 +201,16 @@ def _may_have_read(graph: Graph, node: Node, row: int) -> Iterator[Node]:
     if is_unrecorded and is_older:
         yield Node(kind="outside", name=states.UNRECORDED_STEPS, step=node.step)
         return
-    nodes = [*settings.options_of_update(graph, row)]
+    nodes = [*programs.modes_read(graph, row), *settings.options_of_update(graph, row)]
     is_content = graph.difference.kinds[row] == "content"
-    may_be_drawn = (is_unrecorded and is_content) or graph.difference.start(row) == "passed on"
+    is_in_both = graph.difference.kinds[row] not in ("missing", "extra")
+    # what ran in one run only may be why a generator moved differently
+    is_passed_on = is_in_both and graph.difference.start(row) in ("passed on", "drawn")
+    may_be_drawn = (is_unrecorded and is_content) or is_passed_on
     if may_be_drawn and settings.model_setting(graph) is None:
         nodes += generators.moved_within(graph)
     nodes += settings.setting_node(settings.explaining_setting(graph), node.step)
     yield from nodes
-    is_in_both = graph.difference.kinds[row] not in ("missing", "extra")
     if is_unrecorded and is_in_both and not nodes:
         name = "what wrote it, which was not recorded"
         yield Node(kind="outside", name=name, step=node.step, moment=node.moment)
@@ -273,6 +281,8 @@ def _by_reached(graph: Graph, walk: Walk) -> Explanation | None:
 
 
 def _option(graph: Graph, walk: Walk) -> Explanation | None:
+    if any(programs.modes_read(graph, walk.reached.row)):
+        return programs.module_mode(graph, walk)
     return (
         _by_reached(graph, walk)
         if walk.reached.kind == "batch"

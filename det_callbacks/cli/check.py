@@ -51,6 +51,7 @@ from det_callbacks.runs.files import (
     read_file,
     writing,
 )
+from det_callbacks.runs.manifest import note_failure
 from det_callbacks.runs.replacement import loses_steps, replace_run
 from det_callbacks.runs.selection import Selection, as_patterns
 from det_callbacks.runs.store import Run, remove_run, remove_verification
@@ -126,7 +127,9 @@ class Script:
             for place, was in zip(places, before, strict=True)
             if _manifest(place) not in (b"", was)
         ]
-        if not reason and (not new or (new[-1] != run and loses_steps(run))):
+        if reason and new:
+            note_failure(new[-1])
+        elif not reason and (not new or (new[-1] != run and loses_steps(run))):
             reason = nothing
         elif not reason and (incomplete := Run.open(new[-1]).incomplete_reason):
             reason = f"The script succeeded, but its recording is incomplete: {incomplete}"
@@ -162,6 +165,8 @@ class Script:
             return replace(done, reason=f"{current / VERDICT_FILE} cannot be read: {error}")
         done = replace(done, verdict=verdict)
         if verdict.verdict == "match" and reason:
+            if _manifest(current) and note_failure(current):
+                (current / VERDICT_FILE).unlink(missing_ok=True)
             return replace(done, reason=f"{reason}. The steps compared before that match")
         if verdict.verdict == "match" and self.entry not in {
             "",

@@ -38,6 +38,7 @@ Start = Literal[
     "other arguments",  # each side kept a digest of different arguments
     "unread batch",  # Python may have read an object in the batch that could not be inspected
     "passed on",  # Python may have read a number or a shape that differs: ``_may_be_passed_on``
+    "drawn",  # or what Python's or NumPy's generator gave, which moved differently in the step
     "race",  # the tensor was read before its collective was done
     "collective",  # a collective delivered it, perhaps from another rank
     "graph replay",  # a replay of a CUDA graph may have written it
@@ -292,7 +293,9 @@ class StepDifference(AlignedSteps):
         if self.arguments.get(row) == {}:
             return "other arguments"
         if self._may_be_passed_on(row):
-            return "unread batch" if self.unread else "passed on"
+            if self.unread:
+                return "unread batch"
+            return "drawn" if self._first_readable in self._moved_in_step else "passed on"
         if site.role == "delivered":
             return "race" if self.has_detail(row, IN_FLIGHT) else "collective"
         if site.role == "graph_output":
@@ -386,12 +389,18 @@ class StepDifference(AlignedSteps):
         ]
         is_seen = self.is_in_both & (self._has_other_layout | is_number)
         readable = _rows(self.differs & (is_readable | is_seen))
-        drawn = [
+        return min([*readable[:1], *self._moved_in_step], default=len(self.alignment))
+
+    @cached_property
+    def _moved_in_step(self) -> list[int]:
+        """The rows, at the start of the step, of the generators of Python and NumPy that differ at
+        its end.
+        """
+        return [
             self.begin_row(row)
             for row in self.rows_after_step
             if self.site(row).of in HOST_GENERATORS
         ]
-        return min([*readable[:1], *drawn], default=len(self.alignment))
 
     @cached_property
     def rows_after_step(self) -> list[int]:

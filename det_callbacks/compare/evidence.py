@@ -62,6 +62,8 @@ class Window:
     scripted: tuple[str, ...] = ()  # modules that are, or contain, TorchScript
     # "0" -> the parameters that it trains
     optimizers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # whether modules are in train mode, see ``mode_of``
+    modes: Mapping[str, bool] = field(default_factory=dict)
 
     def of_batch(self, kind: EvidenceKind, step: int) -> dict[str, EvidenceRow]:
         """Return the rows of a kind on the batch of a step, by what they are of."""
@@ -166,9 +168,26 @@ class Evidence:
     scripted: tuple[str, ...] = ()  # TorchScript modules of the current run
     # as in ``Window``, if equal in both runs
     optimizers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # of the reference and of the current run, see ``mode_of``
+    modes: tuple[Mapping[str, bool], Mapping[str, bool]] = ({}, {})
     # (step, point) of the current run, from the step before on
     moments: tuple[tuple[int, str], ...] = ()
     unread: str = ""  # why it could not be read
+
+    @property
+    def other_modes(self) -> list[str]:
+        """The outermost modules that are in train mode in one run only."""
+        names = sorted({**self.modes[0], **self.modes[1]})
+        found = list[str]()
+        for name in filter(self.has_other_mode, names):
+            if not any(outer in ("", name[: len(outer)]) for outer in found):
+                found.append(name)
+        return found
+
+    def has_other_mode(self, module: str) -> bool:
+        """Return whether a module is in train mode in one run only."""
+        reference, current = (mode_of(modes, module) for modes in self.modes)
+        return None not in (reference, current) and reference != current
 
     @property
     def other_starts(self) -> list[GeneratorChange]:
@@ -179,6 +198,15 @@ class Evidence:
             if change.has_other_start or change.equal_at is None
         )
         return [*never_equal, *self.idle]
+
+
+def mode_of(modes: Mapping[str, bool], module: str) -> bool | None:
+    """Return whether a module is in train mode, as the innermost listed module around it is;
+    None if that is unknown.
+    """
+    while module and module not in modes:
+        module = module.rpartition(".")[0]
+    return modes.get(module)
 
 
 def find_evidence(reference: Run, current: Run, difference: StepDifference) -> Evidence:
@@ -300,6 +328,7 @@ def gather_window(rows: Iterable[EvidenceRow], *, since: int | None) -> Window |
     options, starts = dict[Part, tuple[int, str]](), dict[str, int]()
     constants, scripted = frozenset[str](), tuple[str, ...]()
     optimizers, changed = dict[str, tuple[str, ...]](), set[Part]()
+    modes = dict[str, bool]()
     for row in rows:
         part = row.of, row.part
         if row.kind == "loader":
@@ -312,6 +341,8 @@ def gather_window(rows: Iterable[EvidenceRow], *, since: int | None) -> Window |
             constants = frozenset(json.loads(row.text or "[]"))
         elif row.kind == "scripted":
             scripted = tuple(json.loads(row.text or "[]"))
+        elif row.kind == "modes":
+            modes = dict(json.loads(row.text or "{}"))
         elif row.kind == "option":
             _update_options(row, options, changed)
         elif row.kind == "trained":
@@ -334,6 +365,7 @@ def gather_window(rows: Iterable[EvidenceRow], *, since: int | None) -> Window |
         starts=starts,
         scripted=scripted,
         optimizers=optimizers,
+        modes=modes,
     )
 
 
@@ -460,6 +492,7 @@ def compare_windows(
         constants=reference.constants & current.constants,
         options=tuple(_option_changes(reference, current)),
         scripted=current.scripted,
+        modes=(reference.modes, current.modes),
         optimizers=current.optimizers if current.optimizers == reference.optimizers else {},
     )
 

@@ -7,6 +7,10 @@ module is called in evaluation mode without gradients, or before the next call o
 take one step for each batch. Without one, each update ends a step,
 so that none mixes two iterations.
 
+Once a module was called in training mode, a call in evaluation mode may be a validation without
+``torch.no_grad``: its step is dropped at the next call of the module, unless a backward pass came
+first.
+
 In a script without an optimizer and without a backward pass, each outermost call of a module with
 parameters is a step. If the script then trains, the run of these steps is removed.
 
@@ -64,6 +68,8 @@ class TorchSteps:
         self._last_to_step = 0  # of an iteration that no call of a module announces; 0 if calls do
         self._num_backwards = 0  # before the step
         self._has_trained = False  # whether a module was called in training mode
+        self._may_validate = False  # the step that began is perhaps a validation
+        self._of_last_step: DrawnLoader | None = None  # source of its batch
         self._optimizers: list[ref[Optimizer]] = []
         self._used: set[int] = set()
         self._trained: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
@@ -278,7 +284,11 @@ class TorchSteps:
         if torch.compiler.is_compiling():
             return
         if not self._awaits_module:
-            self._num_calls += module is self._first_called
+            is_again = module is self._first_called
+            self._num_calls += is_again
+            if is_again and torch.is_grad_enabled() and self._has_only_validated():
+                self._drop_step()
+                self._begin_step(module, args, keywords)
             return
         if graph_task_id() != -1 or self._is_elsewhere():
             return
@@ -300,9 +310,20 @@ class TorchSteps:
             if self._is_evaluated(module):
                 self._begin_step(module, args, keywords, is_evaluation=True)
             return
-        # a script that never calls train() trains in whatever mode its model has
-        if module.training or not self._has_trained:
+        # a script that never calls train() trains in whatever mode its model has; one that
+        # validates with gradients draws from another loader
+        if module.training or not self._has_trained or self._drawn is self._of_last_step:
             self._begin_step(module, args, keywords)
+
+    def _has_only_validated(self) -> bool:
+        """Return whether the step so far may be a validation whose gradients nobody computes."""
+        return (
+            self._may_validate
+            and not self._stepped
+            and self._seen.num_backwards == self._num_backwards
+            and graph_task_id() == -1
+            and not self._is_elsewhere()
+        )
 
     def _is_evaluated(self, module: nn.Module) -> bool:
         """Return whether a call is a step of an evaluation: nothing has been trained so far."""
@@ -458,7 +479,9 @@ class TorchSteps:
             self._recorder = _OWN_RUN
             return
         self._watch_process()
-        self._has_trained |= not is_evaluation and module is not None and module.training
+        is_in_training = module is None or module.training
+        self._may_validate = not is_evaluation and self._has_trained and not is_in_training
+        self._has_trained |= not is_evaluation and module is not None and is_in_training
         self._awaits_module = module is None
         self._first_called, self._num_calls = module, 1
         self._num_backwards = self._seen.num_backwards
@@ -501,6 +524,7 @@ class TorchSteps:
 
     def _end_step(self) -> None:
         num_updates = len(self._stepped)
+        self._of_last_step = self._drawn
         self._stepped.clear()
         self._awaits_module, self._has_drawn = True, False
         if self._run is not None:
@@ -519,7 +543,8 @@ class TorchSteps:
             with self._failing_once():
                 if self._last_loader is None:
                     give_workers(None)  # raises if workers were asked for
-                num_calls = 0 if self._first_called is None else self._num_calls
+                is_known = self._first_called is not None and not self._has_only_validated()
+                num_calls = self._num_calls if is_known else 0
                 num_backwards = self._seen.num_backwards - self._num_backwards
                 self._run.end(self._seen, num_calls=num_calls, num_backwards=num_backwards)
 

@@ -47,6 +47,9 @@ EvidenceKind = Literal[
     # of an optimizer, when an update first uses this value: of "0", part "lr",
     # as JSON list by group
     "option",
+    # which modules are in train mode, as JSON: those whose mode is not that of the module around
+    # them, and the model ("")
+    "modes",
     "constants",  # the names of initial tensors that are constant, as JSON
     "scripted",  # the names of modules that are, or contain, TorchScript, as JSON
     # the callbacks with a hook, in the text: called before ours, or after, as the part says

@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
@@ -47,6 +49,7 @@ FOLLOWED = "loop.followed"  # the models and optimizers of a script that was fol
 EACH_CALL = "none; each call of "  # begins that entry if no optimizer stepped
 UNRECORDED = "loop.unrecorded"  # parts of the training of such a script that no step holds
 RECORDER = "recorder"  # words on the native recorder, if it recorded
+FAILED = "loop.failed"  # the attempt in which such a script failed after its last step
 GENERATOR = "generators."  # digest of the first state of a generator of rank 0
 ARGUMENTS = "process.argv"  # the words that started the program
 
@@ -83,8 +86,10 @@ class EnvironmentEntry:
     changes_bits: bool
 
 
+_OF_GROUP = re.compile(rf"({OPTIMIZER}\..+\.group \d+)\.")  # an option of another than the first
+
 # each run's own; a verification may stop before it knows the first
-_NOTES = {UNRECORDED, WITHOUT_EFFECT, RECORDER, STAGES}
+_NOTES = {UNRECORDED, WITHOUT_EFFECT, RECORDER, STAGES, FAILED}
 
 Environment: TypeAlias = Mapping[str, EnvironmentEntry]
 """Facts that may affect the bits of a run, by name; no host or user names,
@@ -111,8 +116,8 @@ def compare_environments(
     if has_other_torch or not has_build:
         lone += [BUILD, BACKENDS]
     both = [
-        _without_lone_configuration(reference, current),
-        _without_lone_configuration(current, reference),
+        _without_lone_groups(_without_lone_configuration(reference, current), current),
+        _without_lone_groups(_without_lone_configuration(current, reference), reference),
     ]
     differences = []
     for name in sorted({*both[0], *both[1]} - _NOTES):
@@ -160,6 +165,8 @@ def _absent(name: str, entries: Environment) -> object:
     """Return what a run without an entry says of it."""
     if item_of(name, CHANGED_FILE):
         return AS_COMMITTED
+    if _OF_GROUP.match(f"{name}."):
+        return "absent"
     # 1.0.0 recorded a few variables, and those that were not set as None
     is_of_first_version = any(
         key.startswith(VARIABLE) and entry.value is None for key, entry in entries.items()
@@ -181,6 +188,20 @@ def _without_lone_configuration(entries: Environment, other: Environment) -> Env
         **{name: entries[name] for name in entries.keys() - keys},
         CONFIGURATION.rstrip("."): whole,
     }
+
+
+def _without_lone_groups(entries: Environment, other: Environment) -> Environment:
+    """Return the entries, with the options of an optimizer's group as one entry if the other side
+    has no such group.
+    """
+    groups = {name: found[1] for name in entries if (found := _OF_GROUP.match(name)) is not None}
+    in_other = {found[1] for name in other if (found := _OF_GROUP.match(name)) is not None}
+    lone = {name: group for name, group in groups.items() if group not in in_other}
+    whole = {
+        group: EnvironmentEntry(value=f"{number} options", is_machine=False, changes_bits=True)
+        for group, number in Counter(lone.values()).items()
+    }
+    return {**{name: entries[name] for name in entries if name not in lone}, **whole}
 
 
 def choices_of_steps(environment: Sequence[EnvironmentDifference]) -> list[EnvironmentDifference]:
@@ -248,6 +269,26 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     content = as_json(manifest)
     content["digest"] = _digest(content)
     replace_atomically(folder / MANIFEST, json.dumps(content, indent=1).encode() + b"\n")
+
+
+def note_failure(folder: Path) -> bool:
+    """Note in run.json that the script failed, and return True, if its loop was followed: only
+    the script's end is the end of such a loop.
+    """
+    manifest = read_manifest(folder)
+    if FOLLOWED not in manifest.environment:
+        return False
+    attempt = len(manifest.attempts) - 1
+    entry = EnvironmentEntry(value=attempt, is_machine=False, changes_bits=False)
+    entries = {**manifest.environment, FAILED: entry}
+    write_manifest(folder, replace(manifest, environment=entries))
+    return True
+
+
+def has_failed(manifest: Manifest) -> bool:
+    """Return whether the script failed in its last attempt, see ``note_failure``."""
+    entry = manifest.environment.get(FAILED)
+    return entry is not None and entry.value == len(manifest.attempts) - 1
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -26,7 +26,7 @@ from det_callbacks.runs.files import (
     read_json,
 )
 from det_callbacks.runs.lock import FolderLock
-from det_callbacks.runs.manifest import Manifest, Purpose, read_manifest
+from det_callbacks.runs.manifest import Manifest, Purpose, has_failed, read_manifest
 from det_callbacks.runs.program import Layout, Program, StepRecord, StepView
 from det_callbacks.runs.replacement import finish_replacing, our_files, remove, settle
 from det_callbacks.runs.steps import Fit, StreamFile, make_fit
@@ -139,7 +139,8 @@ class Run:
     """A recorded run, opened for reading; ReferenceFormatError names a damaged,
     missing or foreign file.
 
-    ``incomplete_reason`` is None if the last fit of every process ended normally.
+    ``incomplete_reason`` is None if the last fit of every process ended normally,
+    and the program of a loop that was followed to its end did not fail.
     """
 
     def __init__(self, path: Path, manifest: Manifest, ranks: Sequence[int] | None = None) -> None:
@@ -150,6 +151,10 @@ class Run:
         # one by one: a corrupt world size fails at the first missing file
         wanted = (rank for rank in range(manifest.world_size) if ranks is None or rank in ranks)
         self._ranks = {rank: self._open_rank(rank) for rank in wanted}
+        if self.incomplete_reason is None and has_failed(manifest):
+            self.incomplete_reason = (
+                "its script ended with an error, so a part of the training may be missing."
+            )
         self.program: Callable[[int], Program] = lru_cache(_CACHED)(
             partial(tables.read_program, path, tables.SiteTable(path))
         )
@@ -201,7 +206,7 @@ class Run:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the last fit of every process ended normally."""
+        """Whether there is no ``incomplete_reason``."""
         return self.incomplete_reason is None
 
     def rank(self, rank: int) -> RankRun:

@@ -66,6 +66,9 @@ class EvidenceLog(GeneratorLog, LoaderFollower):
         if scripted := _scripted(module):
             self.note(_FIT_START, "scripted", text=json.dumps(scripted))
         self._options: dict[tuple[int, str], list[object]] = {}
+        self._modules: list[tuple[str, nn.Module]] = []
+        self._modes: list[bool] = []
+        self._epoch: int | None = None  # in which the modules were listed
         for (order, hook), who in training.hooks.items():
             self.note(_FIT_START, "hook", hook, order, text=who)
 
@@ -84,6 +87,19 @@ class EvidenceLog(GeneratorLog, LoaderFollower):
                         value if isinstance(value, int | float) else None for value in values
                     ]
                     self.note("", "option", str(number), option, text=json.dumps(numbers))
+
+    def note_modes(self) -> None:
+        """Note which modules are in train mode, if that changed since the last call."""
+        if self._epoch != self._training.epoch:
+            self._epoch = self._training.epoch
+            self._modules = [*modules_in(self._training.module)]
+        modes = [module.training for _, module in self._modules]
+        if modes != self._modes:
+            self._modes = modes
+            names = [name for name, _ in self._modules]
+            self.note(
+                "", "modes", text=json.dumps(_own_modes(dict(zip(names, modes, strict=True))))
+            )
 
     @hidden
     def begin_loaders(
@@ -128,6 +144,7 @@ class EvidenceLog(GeneratorLog, LoaderFollower):
     def begin_step(self, batch: Any) -> None:
         """Note how the batch of a training step was loaded, after its trace has begun."""
         self.mark("batch start", with_seeds=True)
+        self.note_modes()
         drawn = self._last_drawn(self._training.num_batches)
         self._indices = [indices for _, indices in drawn]
         if not drawn:
@@ -169,6 +186,12 @@ class EvidenceLog(GeneratorLog, LoaderFollower):
 
 def _digest_numbers(numbers: list[int]) -> int:
     return digest_bytes(repr(numbers).encode())
+
+
+def _own_modes(modes: Mapping[str, bool]) -> dict[str, bool]:
+    """Return the modes of the modules that have another one than the module around them."""
+    around = {name: modes.get(name.rpartition(".")[0]) for name in modes}
+    return {name: mode for name, mode in modes.items() if not name or mode != around[name]}
 
 
 def _scripted(root: torch.nn.Module) -> list[str]:

@@ -345,6 +345,7 @@ class TracedSession(Session):
     @hidden
     def note_loss(self, loss: Any) -> None:
         self.mark(AFTER_FORWARD)
+        self._evidence.note_modes()  # the script may set them within the step
         self._hash_mode.record_values("forward", loss, "loss")
 
     @override

@@ -13,6 +13,7 @@ from det_callbacks.causes.table import (
     evidence_lines,
     find_cause,
     find_walk,
+    first_entry,
     trail_of,
     trail_of_metric,
 )
@@ -59,6 +60,7 @@ from det_callbacks.runs.manifest import (
     choices_of_steps,
     compare_environments,
     framework_of,
+    has_failed,
 )
 from det_callbacks.runs.metrics import read_metrics
 from det_callbacks.runs.store import Run
@@ -413,6 +415,11 @@ class _Judge:
             raise NothingComparedError(
                 f"{unfinished}, and found no difference in {pair.current.path}. Verify again."
             )
+        if pair.records and has_failed(pair.current.manifest) and not has_divergence:
+            raise NothingComparedError(
+                f"The script of the verification in {pair.current.path} ended with an error, and "
+                "the steps before it match. Verify again."
+            )
         # steps in only one run compare nothing
         if not has_compared and not (has_divergence and has_steps):
             raise NothingComparedError(
@@ -478,36 +485,41 @@ class _Judge:
                 text=capitalised(only_in_one) + agree,
                 advice=SAME_LENGTH,
             )
+        origins = [] if ranks is None else [first[rank] for rank in ranks.ranks("origin")]
+        same_place = (one for one in origins if one.order[:3] == leader.order[:3])
+        leader = next(same_place, leader)  # the rank that comes first may have received
         if ranks is not None and ranks.is_collective:
             shown = leader.with_origin_from(ranks)
             text = f"Step {shown.step}, {shown.phase}: {explain_ranks(ranks)}"
             return _Answer(first=shown, cause="collective", text=text)
-        return self._answer_step(leader, first, ranks, only_in_one)
+        return self._answer_step(leader, origins, ranks, only_in_one)
 
     def _answer_step(
         self,
-        leader: FirstDifference,
-        first: Mapping[int, FirstDifference],
+        shown: FirstDifference,
+        origins: Sequence[FirstDifference],
         ranks: Classification | None,
         only_in_one: str,
     ) -> _Answer:
-        """Return why the step of the leader differs, by a rank that started it if one did."""
-        shown = leader.with_origin_from(ranks)
-        if ranks is not None and ranks.ranks("origin"):
-            leader = min((first[rank] for rank in ranks.ranks("origin")), key=_order)
+        """Return why a step differs, by a rank that started it if one did in that step."""
+        at_once = (origin for origin in origins if origin.moment == shown.moment)
+        leader = min(at_once, key=_order, default=shown)
         graph = self._graph(leader)
         walk = find_walk(graph)
         cause = find_cause(graph, walk)
         of_ranks = "" if ranks is None else f"; {explain_ranks(ranks)}"
         in_addition = f"; in addition, {only_in_one}" if only_in_one else ""
+        trail = trail_of(graph, walk)
+        if shown is not leader:
+            trail = (*trail, first_entry(self._graph(shown)))
         return _Answer(
-            first=shown,
+            first=shown.with_origin_from(ranks),
             cause=cause.cause,
             text=f"{cause.text}{of_ranks}{in_addition}",
             advice=cause.advice,
             evidence=evidence_lines(graph),
             setting=cause.setting,
-            trail=trail_of(graph, walk),
+            trail=trail,
         )
 
     def _answer_metric(self, metric: MetricDifference, agree: str) -> _Answer:

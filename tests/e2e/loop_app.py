@@ -66,8 +66,9 @@ def validate_in_inference_mode() -> None:
 
 
 def plain() -> None:
-    for _ in range(2):
-        model.train()
+    for epoch in range(2):
+        if not epoch or "in_eval" not in WORDS:
+            model.train()
         for inputs, labels in loader:
             plant()
             update(cross_entropy(model(inputs), labels))
@@ -125,10 +126,21 @@ def workers() -> None:
 
 
 def left_in_eval() -> None:
+    """Trains in eval mode, on batches of another loader than before."""
+    for epoch in range(2):
+        for inputs, labels in held_out if epoch else loader:
+            update(cross_entropy(model(inputs), labels))
+        model.eval()
+
+
+def validates_with_gradients() -> None:
     for inputs, labels in loader:
         update(cross_entropy(model(inputs), labels))
-        validate_in_inference_mode()
-        model.eval()
+        if "unvalidated" not in WORDS:
+            model.eval()
+            for number in range(3):
+                model(samples.tensors[0][number : number + 4])
+            model.train()
 
 
 def accumulation() -> None:

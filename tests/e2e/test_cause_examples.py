@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 from agents_page import require_fields_of_its_cause
 from rule_pages import cause_rules, causes_of, example, is_current, name_of
@@ -50,6 +51,21 @@ def scripted(folder: Path) -> Verdict:
         r"[^\s(]+test_torchscript\.py:\d+", "train.py:12", callback.verdict.explanation
     )
     return replace(callback.verdict, explanation=explanation)
+
+
+class LeavesDropoutInEval(pl.Callback):
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any
+    ) -> None:
+        if trainer.global_step == 2:
+            module.net[4].eval()
+
+
+def of_a_mode(folder: Path) -> Verdict:
+    reference = Training().record(folder / "reference")
+    verdict = Training(callbacks=(LeavesDropoutInEval,)).verify(reference)
+    explanation = re.sub(r"[^\s(]+test_named_causes\.py:\d+", "train.py:9", verdict.explanation)
+    return replace(verdict, explanation=explanation)
 
 
 def changed(
@@ -168,6 +184,7 @@ EXAMPLES: Mapping[str, Callable[[Path], Verdict]] = {
     "generator": planted("validation draws"),
     "drawn in one run": built(a_draw),
     "another length": built(with_the_next_batch),
+    "module mode": of_a_mode,
     "recomputation": built(recomputed),
     "compiled in one run": built(of_eager_ops, step=0),
     "collective in one run": built(of_an_exchange),
@@ -187,7 +204,7 @@ TRAILS = """
     restored state: checkpoint? state | unrecorded steps: outside state | uninitialised memory: unwritten op
     external write: outside state | another epoch: boundary batch
     drawn before data: boundary generator? indices loaded batch | batch: outside? loaded? batch
-    generator: boundary generator generator | drawn in one run: op | another length: op | recomputation: generator
+    generator: boundary generator generator | drawn in one run: op | another length: op | module mode: option? op | recomputation: generator
     compiled in one run: region | collective in one run: collective | compiled graph: region | scripted module: op
     another order: op | other gradients: gradient | other number of batches: outside? batch | outside input: outside
     structure: op | first difference: op

@@ -1,13 +1,15 @@
 """Faults planted in loops without a Trainer: the verdict says what happened, and what to do."""
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from loops import Loop, Net, train
+from loops import Loop, Net, samples, seed, train
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
@@ -258,3 +260,87 @@ def test_a_seed_after_a_draw_is_not_in_place_before_the_step(tmp_path):
         "code in the step changed it before a later draw, without a recorded op"
         in verdict.explanation
     )
+
+
+class Dropping(nn.Module):
+    """Python draws for each layer whether it runs; the bug is a layer that always runs."""
+
+    def __init__(self, always: int = -1) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(6))
+        self.last, self.always = nn.Linear(12, 3), always
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if number == self.always or random.random() < 0.5:
+                inputs = inputs + layer(inputs)
+        return self.last(inputs)
+
+
+def test_a_branch_that_draws_otherwise_is_the_cause_and_not_the_generator(tmp_path):
+    def loop(always: int = -1) -> Loop:
+        seed()
+        return Loop(Dropping(always))
+
+    verdict = verify(lambda: loop(1), tmp_path, loop)
+    first = verdict.first_divergence
+    assert (verdict.cause, first.op, first.kind) == ("forward", "aten.addmm.default", "missing")
+    assert first.module.startswith("layers.")
+    assert first.is_origin is None
+    assert [entry.kind for entry in verdict.trail] == ["op"]
+    assert "compare the condition that decides it" in verdict.explanation
+    assert "give it a separate generator" not in verdict.explanation
+
+
+def test_draws_before_the_model_is_built_are_not_said_to_be_another_seed(tmp_path):
+    def loop(number: int) -> Loop:
+        seed()
+        torch.rand(number)
+        made = Loop.__new__(Loop)
+        with mock.patch("loops.seed"):
+            made.__init__(Net())
+        return made
+
+    verdict = verify(lambda: loop(3), tmp_path, lambda: loop(0))
+    assert verdict.cause == "initial_weights"
+    assert "a different number of draws from the same seed" in verdict.explanation
+    assert "Set the same seed" not in verdict.explanation
+
+
+class OfSlices(Loop):
+    """Without a loader, whose start would draw."""
+
+    def run(self, run: Any = None, **_: Any) -> Loop:
+        for number in range(6):
+            batch = samples()[4 * number : 4 * number + 4]
+            with run.step(batch):
+                self.train_step(batch)
+        return self
+
+
+def test_draws_before_the_fit_are_not_said_to_be_in_the_step(tmp_path):
+    def loop() -> Loop:
+        made = OfSlices()
+        torch.rand(3)
+        return made
+
+    verdict = verify(loop, tmp_path, OfSlices)
+    assert (verdict.cause, verdict.first_divergence.name) == ("rng", "torch.cpu")
+    assert "a different number of draws from the same seed" in verdict.explanation
+    assert "code in the step changed it" not in verdict.explanation
+
+
+class Skipping(Loop):
+    def run(self, run: Any = None, **_: Any) -> Loop:
+        for number, batch in enumerate(run.batches(self.loader)):
+            if number != 2:
+                with run.step(batch):
+                    self.train_step(batch)
+        return self
+
+
+def test_a_batch_that_is_left_out_is_told(tmp_path):
+    verdict = verify(Skipping, tmp_path)
+    assert (verdict.cause, verdict.first_divergence.step) == ("data_order", 2)
+    assert "It holds the samples of step 3 of the reference" in verdict.explanation
+    assert "leaves out or repeats a step" in verdict.explanation

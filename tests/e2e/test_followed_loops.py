@@ -208,6 +208,36 @@ def test_an_update_that_is_left_out_and_gradients_that_are_not_cleared_are_told(
     )
 
 
+def test_a_model_that_is_left_in_eval_mode_diverges_and_its_mode_is_named(command):
+    assert command("record", "run", "--level=module", "--", "plain").status == 0
+    done = command("verify", "run", "--current", "eval", "--", "plain", "in_eval")
+    assert done.status == 1, done.text + done.errors
+    verdict = compare_runs("run", "eval/run")
+    assert (verdict.first_divergence.step, verdict.first_divergence.module) == (6, "drop")
+    assert verdict.trail[0].name == "the mode of the model"
+    assert "the model is in eval mode in the current run" in verdict.explanation
+
+
+def test_a_validation_with_gradients_is_no_step(command):
+    done = command("record", "run", "--level=state", "--", "validates_with_gradients")
+    assert (done.status, "recorded 6 steps" in done.text) == (0, True), done.text + done.errors
+    assert "not in the run" not in done.text
+    words = ("--current", "without", "--", "validates_with_gradients", "unvalidated")
+    assert command("verify", "run", *words).status == 0
+
+
+def test_an_update_that_is_left_out_of_a_loop_without_a_loader_is_told(command):
+    assert command("record", "run", "without_loader").status == 0
+    done = command("verify", "run", "--current", "skipped", "--", "without_loader", "skipped")
+    assert done.status == 1
+    verdict = compare_runs("run", "skipped/run")
+    assert (verdict.cause, verdict.first_divergence.step) == ("optimizer", 2)
+    assert (
+        "the reference updates the parameters after backward pass 1 of the step, and the current "
+        "run only after backward pass 2" in verdict.explanation
+    )
+
+
 def test_the_common_steps_of_a_loop_without_a_loader_end_with_the_update(command):
     """The longer run draws its next batch in the last common step."""
     assert command("record", "long", "without_loader").status == 0

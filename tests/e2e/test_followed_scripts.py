@@ -10,6 +10,7 @@ from test_followed_loops import command  # noqa: F401  # a fixture
 from test_launch import start
 
 from det_callbacks import compare_runs
+from det_callbacks.errors import NothingComparedError, ReferenceFormatError
 from det_callbacks.runs.store import Run
 
 HEAD = """
@@ -328,3 +329,45 @@ def test_a_script_that_looks_for_torch_first_is_recorded_and_others_say_what_the
     assert (done.returncode, says in done.stdout) == (status, True), done.stdout + done.stderr
     if not status:
         assert Run.open(tmp_path / "run").rank(0).steps(0).tolist() == [0]
+
+
+def test_a_script_that_exits_with_an_error_leaves_no_complete_run_and_no_match(command):  # noqa: F811
+    Path("train.py").write_text(HEAD + "train()\nif 'fails' in sys.argv:\n    raise SystemExit(3)")
+    assert command("record", "run", "fails").status == 2
+    assert "its script ended with an error" in str(Run.open("run").incomplete_reason)
+    with pytest.raises(ReferenceFormatError, match="a part of the training may be missing"):
+        compare_runs("run", "run")
+    assert command("record", "run", "--overwrite", "--").status == 0
+    assert Run.open("run").is_complete
+
+    assert command("verify", "run", "fails").status == 2
+    (current,) = Path().glob("determinism-verify/*/run")
+    assert not (current / "verdict.json").exists()
+    with pytest.raises(NothingComparedError, match="ended with an error"):
+        compare_runs("run", current)
+
+
+def test_what_a_model_is_called_with_is_not_said_to_come_from_a_data_set(command):  # noqa: F811
+    Path("train.py").write_text(
+        HEAD
+        + """
+class Carried(nn.Linear):
+    def forward(self, x, carried=None):
+        return super().forward(x if carried is None else x + carried)
+model, carried = Carried(4, 1), None
+optimizer = optim.SGD(model.parameters(), lr=0.1)
+for number in range(4):
+    if "other" not in sys.argv or number < 2:
+        carried = None
+    result = model(inputs, carried)
+    carried = result.detach()
+    optimizer.zero_grad()
+    result.square().mean().backward()
+    optimizer.step()
+"""
+    )
+    assert command("record", "run", "--level=state", "--").status == 0
+    done = command("verify", "run", "other")
+    text = " ".join(done.text.split())
+    assert "what it keeps from earlier steps" in text, text
+    assert "data set" not in text

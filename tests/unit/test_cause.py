@@ -408,6 +408,14 @@ CASES = [
         finding("state of Ema: weights"), "initial_weights", "initial state differs", "!was changed"
     ),
     case(
+        finding("state of StepLR: last_epoch", "int"),
+        "external_write",
+        "between the beginnings of step 6 and step 7, the script changed state of StepLR: last_",
+        "how often the script updates StepLR",
+        "!NumPy",
+        begins_before=True,
+    ),
+    case(
         finding("state of StepLR: gamma", "float"), "settings", "give both runs the same schedulers"
     ),
     case(

@@ -265,3 +265,21 @@ def test_the_first_divergence_is_the_least_though_it_was_received(tmp_path):
     assert (verdict.first_divergence.rank, verdict.first_divergence.is_origin) == (0, False)
     assert verdict.explanation.startswith("Step 7 of rank 1, forward: aten.mul.Tensor")
     assert {origin.rank for origin in verdict.origins} == {1}
+    assert [entry.rank for entry in verdict.trail] == [1, 0], "it leads to the first divergence"
+    assert verdict.trail[-1].current == verdict.first_divergence.current_digest
+
+
+def test_of_two_ranks_that_differ_at_the_same_place_the_origin_is_the_first_divergence(tmp_path):
+    received, late = (
+        differing(),
+        (
+            reducing_step(num_before=2),
+            reducing_step(num_before=2, noise="ulp", delivered="other"),
+        ),
+    )
+    found = [compare_steps(*(one.view() for one in pair)) for pair in (received, late)]
+    places = [next(iter(one.kinds)) for one in found]
+    assert places[0] == places[1]
+    verdict = judge(tmp_path, received, late)
+    assert (verdict.first_divergence.rank, verdict.first_divergence.is_origin) == (1, True)
+    assert {entry.rank for entry in verdict.trail} == {1}

@@ -257,6 +257,18 @@ def test_a_configuration_differs_by_its_keys_and_acts_through_what_they_became()
     assert chosen(alone, {}) == {"config": ("3 keys", NOT_RECORDED, False)}
 
 
+def test_a_group_of_an_optimizer_that_one_run_lacks_is_one_entry():
+    first, second = {"lr": 0.1, "betas": [0.9, 0.99]}, {"lr": 0.2, "betas": [0.9, 0.99]}
+    both, one = {"AdamW": {**first, "group 1": second}}, {"AdamW": first}
+    assert chosen({"optimizer": both}, {"optimizer": one}) == {
+        "optimizer.AdamW.group 1": ("2 options", "absent", True)
+    }
+    other = {"AdamW": {**first, "group 1": {**second, "lr": 0.3}}}
+    assert chosen({"optimizer": both}, {"optimizer": other}) == {
+        "optimizer.AdamW.group 1.lr": (0.2, 0.3, True)
+    }
+
+
 def test_a_configuration_is_kept_without_our_part_and_what_each_run_has_of_its_own():
     setup_globals()
     config = {
