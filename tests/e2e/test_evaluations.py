@@ -2,14 +2,12 @@
 later is a training.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from test_followed_loops import command  # noqa: F401  # a fixture
-from test_launch import start
 from torch import nn
 
 from det_callbacks import HashMode, SelectionError, TrainingRun, compare_runs
@@ -218,13 +216,6 @@ def test_the_scripts_own_run_is_used(command):  # noqa: F811
     )
     assert not [*Path("run").iterdir()]
     assert Run.open("own").incomplete_reason is None
-
-
-def test_in_a_process_of_its_own(tmp_path):
-    (tmp_path / "train.py").write_text(HEAD + LOOP)
-    plain = start("record", "run", "--", sys.executable, "train.py", folder=tmp_path)
-    assert plain.returncode == 0, plain.stdout + plain.stderr
-    assert "recorded 4 steps" in plain.stdout
 
 
 def evaluated(folder: Path, model: nn.Module, **options: Any) -> TrainingRun:

@@ -346,25 +346,6 @@ def test_what_cannot_be_followed_is_refused(style, says, command):
     assert ("Traceback" in done.errors) is (style == "broken")
 
 
-def test_a_script_is_followed_from_its_start(tmp_path):
-    """In a process of its own, whose seed comes first."""
-    shutil.copy(APP, tmp_path / "train.py")
-    words = (
-        "--seed",
-        "5",
-        "--level",
-        "state",
-        "--",
-        sys.executable,
-        "train.py",
-        "plain",
-        "unseeded",
-    )
-    done = start("record", "run", *words, folder=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "followed torch's optimizers: 12 steps of Net, AdamW, 1 DataLoader" in done.stdout
-
-
 DDP = """
 import sys, torch
 from torch import nn

@@ -291,8 +291,9 @@ print("seed", torch.initial_seed())
 if "train" in sys.argv:
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
+    for batch in torch.utils.data.DataLoader(torch.ones(2, 4), batch_size=2):
+        model(batch).sum().backward()
+        optimizer.step()
     sys.stdout.close()
     sys.stderr.close()
 """
@@ -328,6 +329,7 @@ def test_a_script_that_looks_for_torch_first_is_recorded_and_others_say_what_the
     )
     assert (done.returncode, says in done.stdout) == (status, True), done.stdout + done.stderr
     if not status:
+        assert "followed torch's optimizers: 1 step of Linear, SGD, 1 DataLoader" in done.stdout
         assert Run.open(tmp_path / "run").rank(0).steps(0).tolist() == [0]
 
 

@@ -3,7 +3,6 @@ from there on, in any loop.
 """
 
 import copy
-import sys
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from test_followed_loops import command  # noqa: F401  # a fixture
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
@@ -22,7 +22,6 @@ from det_callbacks import (
     SelectionError,
     TrainingRun,
     Verdict,
-    cli,
 )
 from det_callbacks.integrations.loop import LoopTraining
 from det_callbacks.report.verdict import resume_table
@@ -196,13 +195,12 @@ for step, (batch,) in enumerate(loader):
 """  # noqa: E501  # a text
 
 
-def test_a_script_that_resumes_in_the_middle_of_an_epoch_is_found(tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
+def test_a_script_that_resumes_in_the_middle_of_an_epoch_is_found(command):  # noqa: F811
     Path("train.py").write_text(SCRIPT)
-    command = ["--", sys.executable, "train.py"]
-    assert cli.main(["record", "reference", *command]) == 0
-    assert cli.main(["verify", "reference", *command, "--resume"]) == 0
-    assert "from step 3 on, where it resumed (by its state)" in capfd.readouterr().out
+    assert command("record", "reference").status == 0
+    done = command("verify", "reference", "--resume")
+    assert done.status == 0, done.text + done.errors
+    assert "from step 3 on, where it resumed (by its state)" in done.text
 
 
 PER_EPOCH = 6
