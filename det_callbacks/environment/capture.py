@@ -262,17 +262,24 @@ def _packages() -> Iterator[tuple[str, str, bool]]:
         if held.get("torch") is torch or held.get("np") is np or held.get("numpy") is np:
             computing.add(top)
         if not _INSTALLED.search(file) and file.endswith(".py") and Path(file).is_file():
-            for found in _IMPORT.finditer(Path(file).read_text(encoding="utf-8", errors="replace")):
-                own |= {
-                    re.split(r"[.\s]", part.strip())[0]
-                    for part in (found[1] or found[2]).split(",")
-                }
+            own |= _imported_by(file, Path(file).stat().st_mtime_ns)
     for name in sorted((native | computing | own) & modules.keys()):
         version = _version(name) or vars(modules[name]).get("__version__")
         is_installed = "-packages" in str(vars(modules[name]).get("__file__"))
         if is_installed and isinstance(version, str) and not name.startswith("_"):
             # that of functorch is a TorchVersion
             yield name, str(version), name in (computing - _needed()) | own
+
+
+@functools.lru_cache(maxsize=4096)
+def _imported_by(file: str, _modified: int) -> frozenset[str]:
+    """Return the packages that a file imports; it is read again only once it was modified."""
+    text = Path(file).read_text(encoding="utf-8", errors="replace")
+    return frozenset(
+        re.split(r"[.\s]", part.strip())[0]
+        for statement in _IMPORT.finditer(text)
+        for part in (statement[1] or statement[2]).split(",")
+    )
 
 
 @functools.cache
