@@ -324,9 +324,13 @@ class RunWriter:
         self.add_environment({name: entry})
 
     def add_environment(self, entries: Environment) -> None:
-        """Put entries into the environment in run.json."""
+        """Put entries into the environment in run.json; where that fails, the run is closed."""
         self.manifest = replace(self.manifest, environment={**self.manifest.environment, **entries})
-        self._write_manifest()
+        try:
+            self._write_manifest()
+        except WriteError:
+            self.close(complete=False)
+            raise
 
     def reopen(self, manifest: Mapping[str, Any]) -> None:
         """Prepare for the first fit after a test, which had no optimizers and closed the stream."""

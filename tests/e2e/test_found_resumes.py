@@ -2,7 +2,6 @@
 from there on, in any loop.
 """
 
-import copy
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 import torch
 from test_followed_loops import command  # noqa: F401  # a fixture
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from det_callbacks import (
@@ -23,7 +21,6 @@ from det_callbacks import (
     TrainingRun,
     Verdict,
 )
-from det_callbacks.integrations.loop import LoopTraining
 from det_callbacks.report.verdict import resume_table
 from det_callbacks.verdict import Resume
 
@@ -57,16 +54,16 @@ class Loop:
                     saved = {"rng": torch.get_rng_state()}
                     for name, part in ("model", self.model), ("optimizer", self.optimizer):
                         saved[name] = {
-                            key: _copied(value) for key, value in part.state_dict().items()
+                            key: copied(value) for key, value in part.state_dict().items()
                         }
         return saved
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.clone()
     if isinstance(value, dict):
-        return {key: _copied(one) for key, one in value.items()}
+        return {key: copied(one) for key, one in value.items()}
     return value
 
 
@@ -91,7 +88,7 @@ def resumed(
     loop.model.load_state_dict(saved["model"])
     if "optimizer" not in left_out:
         # it keeps the tensors that it is given
-        loop.optimizer.load_state_dict(_copied(saved["optimizer"]))
+        loop.optimizer.load_state_dict(copied(saved["optimizer"]))
     if "rng" not in left_out:
         torch.set_rng_state(saved["rng"])
     return verified(loop, folder, tmp_path, begin=AT, **options)
@@ -219,7 +216,7 @@ def trained_on(loader: Any, folder: Path, tmp_path: Path | None = None, **option
     if is_resumed:
         saved = options["saved"]
         loop.model.load_state_dict(saved["model"])
-        loop.optimizer.load_state_dict(_copied(saved["optimizer"]))
+        loop.optimizer.load_state_dict(copied(saved["optimizer"]))
         if options.get("scheduler", True):
             loop.scheduler.load_state_dict(saved["scheduler"])
         loader.generator.set_state(options.get("own", saved["own"]))
@@ -257,7 +254,7 @@ def trained_on(loader: Any, folder: Path, tmp_path: Path | None = None, **option
                     step += 1
                     if step == begin and not is_resumed:
                         kept = {
-                            name: _copied(getattr(loop, name).state_dict())
+                            name: copied(getattr(loop, name).state_dict())
                             for name in ("model", "optimizer", "scheduler")
                         }
                         kept |= {"own": own, "rng": torch.get_rng_state()}
@@ -386,101 +383,6 @@ def test_a_scheduler_that_counts_from_0_after_the_resume_is_told(of_loader, tmp_
     assert restored["optimizer"]["exp_avg"] == "restored"
 
 
-def test_schedulers_and_the_scaler_of_a_loop_are_found_and_no_others():
-    loop, other = Loop(), Loop()
-    inner = torch.optim.lr_scheduler.StepLR(loop.optimizer, 2)
-    later = torch.optim.lr_scheduler.ExponentialLR(loop.optimizer, 0.9)
-    both = torch.optim.lr_scheduler.SequentialLR(loop.optimizer, [inner, later], [4])
-    of_other = torch.optim.lr_scheduler.StepLR(other.optimizer, 2)
-    scaler, unused = torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu", enabled=False)
-    training = LoopTraining(loop.model, [loop.optimizer])
-    assert training.schedulers == [(both, "")]
-    assert training.scaler is scaler
-    # where it is in its schedule, and not what it was made with: that shows in the learning rate
-    assert {name for name, _ in training.further_state()} == {
-        "state of SequentialLR: last_epoch",
-        "state of the gradient scaler: scale",
-        "state of the gradient scaler: growth_tracker",
-    }
-    newest = torch.amp.GradScaler("cpu")
-    assert LoopTraining(loop.model, [loop.optimizer]).scaler is newest
-    assert None not in (of_other, unused)  # they are alive
-
-
-class Averages(nn.Module):
-    """Averages the weights, as ``ModelEmaV2`` of timm does."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.module = copy.deepcopy(model)
-
-
-@pytest.mark.parametrize("kind", [AveragedModel, Averages])
-def test_the_average_of_a_loops_weights_is_found_and_no_other(kind):
-    loop = Loop()
-    average, of_other = kind(loop.model), kind(nn.Linear(3, 3))
-
-    def found() -> set[str]:
-        training = LoopTraining(loop.model, [loop.optimizer])
-        return {name for name, _ in training.further_state()}
-
-    names = {f"state of {kind.__name__}: {name}" for name in average.state_dict()}
-    assert found() == names
-    wrapped = nn.DataParallel(loop.model)  # holds the model itself
-    assert found() == names
-    assert None not in (of_other, wrapped)
-    loop.model.average = average  # in the model's state already
-    assert found() == set()
-
-
-@pytest.mark.parametrize(
-    ("lost", "named"),
-    [
-        ("", ""),
-        ("scaler", "the gradient scaler"),
-        ("average", "AveragedModel"),
-    ],
-)
-def test_a_scaler_or_averaged_weights_that_are_not_restored_are_told(lost, named, tmp_path):
-    saved: dict[str, Any] = {}
-
-    def train(mode: str, begin: int = 0, **options: Any) -> TrainingRun:
-        loop, scaler = Loop(), torch.amp.GradScaler("cpu", growth_interval=2)
-        average = AveragedModel(loop.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-        parts = {"model": loop.model, "optimizer": loop.optimizer}
-        parts |= {"scaler": scaler, "average": average}
-        if begin:
-            for name in parts.keys() - {lost}:
-                parts[name].load_state_dict(_copied(saved[name]))
-            torch.set_rng_state(saved["rng"])
-        options |= {"mode": mode, "level": "state", "model": loop.model}
-        with TrainingRun(tmp_path / "run", optimizers=loop.optimizer, **options) as run:
-            for step in range(begin, STEPS):
-                batch = DATA[8 * step : 8 * step + 8]
-                with run.step(batch):
-                    scaler.scale(loop.model(batch).pow(2).mean()).backward()
-                    scaler.step(loop.optimizer)
-                    scaler.update()
-                    loop.optimizer.zero_grad()
-                average.update_parameters(loop.model)
-                if step + 1 == AT:
-                    saved.update({name: _copied(part.state_dict()) for name, part in parts.items()})
-                    saved["rng"] = torch.get_rng_state()
-        return run
-
-    train("record")
-    if not lost:
-        assert train("verify", AT, current=tmp_path / "current").verdict.verdict == "match"
-        return
-    with pytest.raises(DivergenceError) as caught:
-        train("verify", AT, current=tmp_path / "current")
-    verdict = caught.value.verdict
-    assert (verdict.cause, verdict.first_divergence.step) == ("checkpoint", AT)
-    assert verdict.first_divergence.name.startswith(f"state of {named}: ")
-    further = dict.fromkeys(["the gradient scaler", "AveragedModel"], "restored")
-    assert verdict.resume.restored["further"] == {**further, named: "differs"}
-
-
 def test_a_table_says_what_differs_how_it_differs_and_what_restores_it():
     resume = Resume(
         step=8,
@@ -524,7 +426,7 @@ def test_states_of_an_optimizer_in_another_order_are_those_of_other_parameters(r
     folder, saved = recorded
     loop = Loop(seed=9)
     loop.model.load_state_dict(saved["model"])
-    states = _copied(saved["optimizer"])
+    states = copied(saved["optimizer"])
     first, last = states["state"][1], states["state"][2]  # both of 8 numbers
     states["state"][1], states["state"][2] = last, first
     loop.optimizer.load_state_dict(states)
@@ -543,7 +445,7 @@ def test_a_generator_is_told_to_be_seeded_again_or_that_of_an_earlier_step(
     folder, saved = recorded
     loop = Loop(seed=9)
     loop.model.load_state_dict(saved["model"])
-    loop.optimizer.load_state_dict(_copied(saved["optimizer"]))
+    loop.optimizer.load_state_dict(copied(saved["optimizer"]))
     Loop(seed)  # the reference's generator when its fit began, or that of another seed
     resume = verified(loop, folder, tmp_path, begin=AT).resume
     assert (resume.restored["generators"], resume.of_step) == ({"torch.cpu": state}, of_step)
@@ -587,7 +489,7 @@ class Lit(pl.LightningModule):
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
         for name, part in {"optimizer": optimizer, "scheduler": scheduler}.items():
             if self.saved is not None and name in self.saved:
-                part.load_state_dict(_copied(self.saved[name]))
+                part.load_state_dict(copied(self.saved[name]))
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
@@ -609,7 +511,7 @@ class Keeps(pl.Callback):
         if not trainer.current_epoch:
             parts = {"model": module, "optimizer": trainer.optimizers[0]}
             parts["scheduler"] = trainer.lr_scheduler_configs[0].scheduler
-            self.saved = {name: _copied(part.state_dict()) for name, part in parts.items()}
+            self.saved = {name: copied(part.state_dict()) for name, part in parts.items()}
 
 
 @pytest.mark.parametrize(

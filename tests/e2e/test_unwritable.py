@@ -13,7 +13,9 @@ from trainers import LIGHTNING_ADVICE
 from det_callbacks import DeterminismCallback, WriteError
 from det_callbacks.compare.record import VERDICT_FILE
 from det_callbacks.runs import files
+from det_callbacks.runs.manifest import EnvironmentEntry
 from det_callbacks.runs.store import Run
+from det_callbacks.training import session
 
 pytestmark = LIGHTNING_ADVICE
 
@@ -64,11 +66,17 @@ def test_a_file_in_the_way_is_named_with_the_argument(mode, reference, tmp_path)
     assert_nothing_left(fit, callback)
 
 
+@pytest.mark.parametrize("is_importing", [False, True])
 @pytest.mark.parametrize("after", [0, 1, 5, 9, 14])
 def test_a_recording_whose_disk_fills_is_one_sentence_and_incomplete(
-    after, fill_disk, tmp_path, capsys
+    after, is_importing, fill_disk, tmp_path, capsys, monkeypatch
 ):
-    """Wherever it fills: at the start, in a step, in what explains it, or at the end."""
+    """Wherever it fills: at the start, in a step, in what explains it, or at the end, where
+    run.json names the packages that the program imported.
+    """
+    if is_importing:
+        package = EnvironmentEntry(value="1.0", is_machine=False, changes_bits=False)
+        monkeypatch.setattr(session, "packages_since", lambda _: {"a_package.version": package})
     fit = Fit(callback := DeterminismCallback(tmp_path / "run", mode="record"))
     fill_disk(after)
     with pytest.raises(
