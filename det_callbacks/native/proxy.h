@@ -36,7 +36,11 @@ class Proxy final : public PyInterpreterVTable {
       (a, b, c, d, e, f))
   DET_PASS(
       void, throw_abstract_impl_not_imported_error, (std::string a, const char* b, const char* c), (std::move(a), b, c))
-  DET_PASS(void, python_dispatcher, (const c10::OperatorHandle& a, c10::DispatchKeySet b, torch::jit::Stack* c), (a, b, c))
+  DET_PASS(
+      void,
+      python_dispatcher,
+      (const c10::OperatorHandle& a, c10::DispatchKeySet b, torch::jit::Stack* c),
+      (a, b, c))
   DET_PASS(bool, is_contiguous, (T a, at::MemoryFormat b), (a, b))
   DET_PASS(c10::SymBool, sym_is_contiguous, (T a, at::MemoryFormat b), (a, b))
   DET_PASS(bool, is_strides_like, (T a, at::MemoryFormat b), (a, b))

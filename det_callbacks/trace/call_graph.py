@@ -427,7 +427,7 @@ class CallGraph:
 
     def _advance(self, node: CallNode) -> CallNode:
         """Set the current call to a node; ``advance_if_likely``, ``UndigestedOps._touch`` and
-        ``recorder.cpp`` do the same without this call.
+        ``native/attempt.h`` do the same without this call.
         """
         node.previous = self.at
         node.shared.last_step = self.step_number

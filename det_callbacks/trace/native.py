@@ -1,7 +1,7 @@
 """The native recorder: C++ records the calls that a step is likely to make next,
 on the ledger of ``Recorder``.
 
-``native/recorder.cpp`` compares a call with the likely node of the call graph before it runs. It
+``native/attempt.h`` compares a call with the likely node of the call graph before it runs. It
 records that call, and passes any other to Python, which records it and teaches its node. So rows,
 names and source lines come from the code that records without it,
 and both recorders write the same run.
@@ -61,7 +61,7 @@ class NativeCalls:
         # a mode may close after that
         finalize(self, library.det_delete, self._address).atexit = False
         step, places = recorder.step, recorder.places
-        # in the order of ``Bound`` in recorder.cpp, which keeps them while a mode is open
+        # in the order of ``Bound`` in state.h, which keeps them while a mode is open
         self._objects = (
             *(step, step.graph, step.ledger, step.ledger.writers, step.deferred, step.layouts),
             *(places, places.modules, places.backward, places.backward.threads, places.names),
