@@ -274,11 +274,12 @@ class TrailEntry:
     """One of the things that led to the first divergence.
 
     Attributes:
-        kind: what it is: a setting, an option (of an optimizer's group or a loader), a checkpoint,
-            a generator, the indices that a sampler drew, what a loader returned ("loaded"), a part
-            of the batch, a boundary (what ran between two moments), a tensor of the state, an op, a
-            gradient, a collective, a compiled region, a kernel, memory that nothing had written
-            ("unwritten"), something that was not recorded ("outside"), or a metric.
+        kind: what it is: a setting, an option (of an optimizer's group or a loader, or the mode of
+            a module), a checkpoint, a generator, the indices that a sampler drew, what a loader
+            returned ("loaded"), a part of the batch, a boundary (what ran between two moments), a
+            tensor of the state, an op, a gradient, a collective, a compiled region, a kernel,
+            memory that nothing had written ("unwritten"), something that was not recorded
+            ("outside"), or a metric.
         name: "optimizer.SGD.lr", "torch.cpu", "batch[0]", "aten.mm.default in net.head".
         rank: number of the process.
         segment: fit of the run, counted from 0.
@@ -434,7 +435,9 @@ class Verdict:
         verdict: "match", "diverged" or "not_comparable".
         reference: folder of the reference.
         current: folder of the run that was compared.
-        first_divergence: the earliest difference by step, position and rank; None for a match.
+        first_divergence: the earliest difference by fit, step and position, of several ranks there
+            one in which it started; or a metric, or a step in one run only, if that comes first.
+            None for a match.
         origins: the sites at which a difference starts, at most 100.
         cause: a word from docs/reference/causes.md; None for a match.
         explanation: what differs and what to do, in one sentence.

@@ -1,5 +1,5 @@
-"""Ops that ran in one run only, in a different order or again:
-two steps that are not the same program.
+"""Two steps that are not the same program: ops in one run only, in a different order or again,
+modules in another mode, and compiled, scripted or collective code in one run.
 """
 
 from collections import Counter
@@ -74,7 +74,7 @@ def modes_read(graph: Graph, row: int | None) -> Iterator[Node]:
         may_depend = graph.evidence.has_other_mode(site.module)
     else:
         may_depend = is_unrecorded and site.phase != "optimizer"
-    for name in graph.evidence.other_modes if may_depend else ():
+    for name in graph.evidence.modules_in_other_mode if may_depend else ():
         modes = [mode_of(one, name) for one in graph.evidence.modes]
         reference, current = (_MODES[bool(mode)] for mode in modes)
         yield Node(
@@ -99,7 +99,7 @@ def module_mode(graph: Graph, walk: Walk) -> Explanation:
         reference.
     """
     by_mode: dict[bool | None, list[str]] = {}
-    for name in graph.evidence.other_modes:
+    for name in graph.evidence.modules_in_other_mode:
         by_mode.setdefault(mode_of(graph.evidence.modes[0], name), []).append(name or "the model")
     modes = [
         f"{listed(names)} {'is' if len(names) == 1 else 'are'} in {_MODES[not mode]} mode in the "

@@ -1,4 +1,4 @@
-"""The commands that read runs and this machine, and the export; each returns its exit status."""
+"""The commands that read runs, and the export; each returns its exit status."""
 
 import argparse
 import json

@@ -17,6 +17,7 @@ from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.runs.evidence import (
     BATCH_START,
     KIND_OF_SAMPLER,
+    LASTING,
     OF_BATCH,
     EvidenceKind,
     EvidenceRow,
@@ -175,7 +176,7 @@ class Evidence:
     unread: str = ""  # why it could not be read
 
     @property
-    def other_modes(self) -> list[str]:
+    def modules_in_other_mode(self) -> list[str]:
         """The outermost modules that are in train mode in one run only."""
         names = sorted({**self.modes[0], **self.modes[1]})
         found = list[str]()
@@ -308,12 +309,9 @@ def read_window(run: Run, rank: int, segment: int, step: int) -> Window | None:
     since = max(earlier_steps, default=None)
 
     def is_wanted(batch: pa.RecordBatch) -> np.ndarray:
-        texts, kinds, steps = (
-            batch.column(name).to_numpy(False) for name in ("text", "kind", "step")
-        )
-        is_kept_until_changed = (texts != "") & ~np.isin(kinds, [*OF_BATCH, "number"])
+        kinds, steps = (batch.column(name).to_numpy(False) for name in ("kind", "step"))
         is_recent = steps >= (since or 0)
-        return np.asarray((steps <= step) & (is_recent | is_kept_until_changed))
+        return np.asarray((steps <= step) & (is_recent | np.isin(kinds, [*LASTING])))
 
     return gather_window(read_rows(run, rank, segment, step, is_wanted), since=since)
 

@@ -100,7 +100,7 @@ class FitRecord:
     differing: set[int] = field(default_factory=set)
     extra: set[int] = field(default_factory=set)
     num_stored: int = 0  # that differ or are extra
-    is_resumed: bool = False  # no step before its first one is missing
+    is_resumed: bool = False  # from a checkpoint: the reference's earlier steps are not missing
     metrics_since: int | None = None  # before which a resumed fit logged nothing
     was_found: bool = False  # by its state, which step it was resumed at
     # state that a checkpoint restored with different bits, or not at all

@@ -66,8 +66,9 @@ def find_resumed_step(
         raise SelectionError(
             "The run begins with the parameters that steps "
             f"{listed(map(str, candidates), limit=MAX_NAMED)} of {run.path} left, so it is unknown "
-            "where it resumed. Pass the number of its first step: resume_from(step) of a "
-            "TrainingRun."
+            "where it resumed. In a loop, give a TrainingRun the number of its first step: "
+            "resume_from(step); Lightning tells it if it restores the checkpoint itself "
+            "(fit(ckpt_path=...))."
         )
     return candidates[0] + 1 if candidates else None
 

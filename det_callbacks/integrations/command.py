@@ -1,4 +1,4 @@
-"""What ``det-callbacks record``, ``verify`` or ``check`` asked for, and what it hears."""
+"""What a command that starts a script asked for (``SCRIPT_COMMANDS``), and what it hears."""
 
 import json
 import os

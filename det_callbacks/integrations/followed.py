@@ -139,7 +139,7 @@ class FollowedLoop(TrainingRun):
     def __init__(
         self, asked: str, module: nn.Module | None, optimizers: Sequence[Optimizer]
     ) -> None:
-        model = _models_of(module, optimizers)
+        model = _followed_model(module, optimizers)
         super().__init__(**read_arguments(asked), model=model, optimizers=[*optimizers])
         self._ended_by: BaseException | None = None
         self._has_claimed = False
@@ -149,7 +149,7 @@ class FollowedLoop(TrainingRun):
         self._return: _Return | None = None
 
     @staticmethod
-    def is_replaced() -> bool:
+    def gives_way_to_script() -> bool:
         """Return whether the script has its own run; if so, print that."""
         if REGISTRY.sink is None:
             return False
@@ -174,7 +174,7 @@ class FollowedLoop(TrainingRun):
         return self._optimizers
 
     def take(self, module: nn.Module | None, optimizers: Sequence[Optimizer]) -> None:
-        self._model, self._optimizers = _models_of(module, optimizers), [*optimizers]
+        self._model, self._optimizers = _followed_model(module, optimizers), [*optimizers]
 
     def holds(self, module: nn.Module) -> bool:
         return self._is_open and any(
@@ -507,7 +507,7 @@ def _is_for_evaluation(asked: str) -> bool:
     return choice is not None and str(choice.value).startswith(EACH_CALL)
 
 
-def _models_of(module: nn.Module | None, optimizers: Sequence[Optimizer]) -> nn.Module:
+def _followed_model(module: nn.Module | None, optimizers: Sequence[Optimizer]) -> nn.Module:
     return models_of(module, optimizers) if optimizers or module is None else evaluated_models()
 
 

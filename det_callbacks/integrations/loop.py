@@ -45,18 +45,21 @@ from det_callbacks.training.training import LoaderFollower, Training, inside, un
 _Batch = TypeVar("_Batch")
 
 
-def _averages(wrapper: nn.Module, module: nn.Module) -> bool:
-    """Return whether a module holds a copy of another one, with the same parameters, as
-    ``AveragedModel`` does.
+def _is_average_of(module: nn.Module, wrapper: nn.Module) -> bool:
+    """Return whether a wrapper holds a copy of a module, as ``AveragedModel`` does: parameters of
+    the same names and shapes, none of which is the module's own.
     """
     copy = vars(wrapper).get(CHILDREN, {}).get("module")
-    if copy is None or any(one is copy for one in module.modules()):
+    if copy is None:
         return False
-    shapes = [
-        [(name, parameter.shape) for name, parameter in one.named_parameters()]
-        for one in (unwrapped(copy), module)
-    ]
-    return shapes[0] == shapes[1] != []
+    own, copied = (dict(one.named_parameters()) for one in (module, unwrapped(copy)))
+    return (
+        bool(own)
+        and own.keys() == copied.keys()
+        and all(own[name].shape == copied[name].shape for name in own)
+        and not {*map(id, own.values())} & {*map(id, copied.values())}
+        and not any(inner is copy for inner in module.modules())
+    )
 
 
 class LoopTraining(Training):
@@ -72,7 +75,7 @@ class LoopTraining(Training):
         self._ddp: DistributedDataParallel | None = None
         self.module, self.optimizers = unwrapped(model), optimizers
         self._average: tuple[str, StateWalker] | None = None  # of the weights, with its class
-        self._find_state()
+        self._find_helpers()
         while model is not self.module:
             if isinstance(model, DistributedDataParallel):
                 self._ddp = model
@@ -81,24 +84,24 @@ class LoopTraining(Training):
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.folder = Path()
 
-    def _find_state(self) -> None:
-        """Find the optimizers' schedulers, and the gradient scaler and the average of the weights
-        where the program has one: nothing of the loop says what they are. Takes some 100
-        milliseconds in a large process.
+    def _find_helpers(self) -> None:
+        """Find the optimizers' schedulers, and the newest gradient scaler and average of the
+        weights: nothing of the loop says what they are, and older ones may be left of an earlier
+        training. Takes some 100 milliseconds in a large process.
         """
         optimizers = [*self.optimizers]
         if not optimizers:
             return
         schedulers = list[LRScheduler]()
         gc.collect()  # schedulers that are no longer used may be in reference cycles
-        for one in gc.get_objects():  # ``isinstance`` would run code of lazy objects
-            kind = type(one)
-            if issubclass(kind, LRScheduler) and "optimizer" in vars(one):
-                schedulers.append(one)
-            elif issubclass(kind, GradScaler) and one.is_enabled():
-                self.scaler = one  # the newest, if others are left of an earlier training
-            elif issubclass(kind, nn.Module) and _averages(one, self.module):
-                self._average = kind.__name__, StateWalker(one)
+        for thing in gc.get_objects():  # oldest first; ``isinstance`` runs code of lazy objects
+            kind = type(thing)
+            if issubclass(kind, LRScheduler) and "optimizer" in vars(thing):
+                schedulers.append(thing)
+            elif issubclass(kind, GradScaler) and thing.is_enabled():
+                self.scaler = thing
+            elif issubclass(kind, nn.Module) and _is_average_of(self.module, thing):
+                self._average = kind.__name__, StateWalker(thing)
         inner = {
             id(one)
             for scheduler in schedulers

@@ -108,8 +108,8 @@ class TorchSteps:
         """Call ``end_process`` when this process ends; a fork begins with nothing seen."""
         if self._watched != os.getpid():
             self._watched, self._seen = os.getpid(), Seen()
-            # Not atexit, which forked processes skip. Runs before the finalizers
-            # of fits.py, which have 0.
+            # Not atexit, which forked processes skip. Runs before the finalizers of
+            # training/recording.py, which have 0.
             Finalize(None, self.end_process, exitpriority=10)
 
     def give_way(self) -> None:
@@ -474,7 +474,7 @@ class TorchSteps:
 
         if not is_evaluation:
             self._drop_evaluation()
-        if self._run is None and FollowedLoop.is_replaced():
+        if self._run is None and FollowedLoop.gives_way_to_script():
             self._is_off, self._owner = True, os.getpid()
             self._recorder = _OWN_RUN
             return

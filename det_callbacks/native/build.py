@@ -1,4 +1,4 @@
-"""Builds the native recorder for the installed torch, once, and loads it.
+"""Whether the native recorder records; builds it for the installed torch, once, and loads it.
 
 A library that was built for another torch would load without an error and corrupt memory. So its
 key (what it was built from and for) is read from the file before the file is loaded.
@@ -115,20 +115,18 @@ def _compiler() -> str:
     return os.environ.get("CXX") or shutil.which("g++") or ""
 
 
-def _obstacle(*, needs_compiler: bool = True) -> str | None:
-    """Return why the library cannot be built here, or None; without a compiler it may still run."""
+def _obstacle() -> str | None:
+    """Return why the library cannot be built here, or None."""
     if sys.platform != "linux":
         return "the native recorder is for Linux"
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         return "this Python has no GIL, which the native recorder needs"
-    if not needs_compiler or _compiler():
-        return None
-    return "there is no C++ compiler: install g++, or set CXX"
+    return None if _compiler() else "there is no C++ compiler: install g++, or set CXX"
 
 
 @cache
 def _is_built() -> bool:
-    return _obstacle(needs_compiler=False) is None and built() is not None
+    return built() is not None
 
 
 @cache

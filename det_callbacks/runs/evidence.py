@@ -47,8 +47,8 @@ EvidenceKind = Literal[
     # of an optimizer, when an update first uses this value: of "0", part "lr",
     # as JSON list by group
     "option",
-    # which modules are in train mode, as JSON: those whose mode is not that of the module around
-    # them, and the model ("")
+    # name -> whether in train mode, as a JSON object: of the model (""), and of each module whose
+    # mode is not that of the module around it
     "modes",
     "constants",  # the names of initial tensors that are constant, as JSON
     "scripted",  # the names of modules that are, or contain, TorchScript, as JSON
@@ -72,6 +72,9 @@ NAMES = frozenset(
 
 OF_BATCH = frozenset({"indices", "sorted_indices", "sample", "loaded"})
 """The kinds that describe the batch of a step."""
+
+LASTING = NAMES | {"start", "loader", "option", "modes", "hook"}
+"""The kinds of which a row holds until the next one of the same thing."""
 
 BEFORE, AFTER = "before", "after"  # parts of hooks
 # in the class of a sampler, before the class of torch that it derives from

@@ -139,8 +139,8 @@ class Run:
     """A recorded run, opened for reading; ReferenceFormatError names a damaged,
     missing or foreign file.
 
-    ``incomplete_reason`` is None if the last fit of every process ended normally,
-    and the program of a loop that was followed to its end did not fail.
+    ``incomplete_reason`` is None if each fit of each process ended normally, except the last one
+    of an attempt that a later attempt continued, and the script of a followed loop did not fail.
     """
 
     def __init__(self, path: Path, manifest: Manifest, ranks: Sequence[int] | None = None) -> None:
@@ -273,11 +273,12 @@ class Run:
             )
             # only the last fit of an attempt may have no end, if another attempt continued it
             if attempt == len(earlier) or segment_in_attempt + 1 < earlier[attempt].segments:
-                last = next(
-                    stream for stream in reversed(streams) if not self._left_nothing(stream)
-                )
-                self.incomplete_reason = self.incomplete_reason or last.unfinished
+                self.incomplete_reason = self.incomplete_reason or self._unfinished(streams)
         return RankRun(rank, streams)
+
+    def _unfinished(self, streams: Sequence[StreamFile]) -> str | None:
+        """Return why the last of some fits, apart from attempts that left nothing, has no end."""
+        return next(one for one in reversed(streams) if not self._left_nothing(one)).unfinished
 
     def _left_nothing(self, stream: StreamFile) -> bool:
         """Return whether an attempt that resumed the run ended before its first step,

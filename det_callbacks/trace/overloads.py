@@ -178,7 +178,7 @@ class OpPlan:
         call: runs the op without ``OpOverload.__call__``.
         number_arguments: arguments that take any Python number, so that 1, 1.0 and True differ.
         is_functional: whether it writes no argument and returns only fresh tensors.
-        writes: arguments written, declared or hidden, in the order of the schema.
+        writes: arguments that it writes in place, declared or hidden, in the order of the schema.
         sole_write: position of the tensor argument that it writes, if it
             writes nothing else, or -1.
         fresh_returns: indices of returns that alias no argument.

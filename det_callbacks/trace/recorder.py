@@ -352,8 +352,8 @@ class Recorder:
         first_site: int,
         phase: str,
     ) -> bool:
-        """Use the arguments that a call is about to write while they still have their old bits;
-        return whether an unseen write has changed one.
+        """Before a call overwrites its arguments, let devices digest their old bits; in a
+        verification, return whether something unseen has written one of them.
         """
         written = written_arguments(plan, args, kwargs)
         was_changed = False

@@ -19,7 +19,6 @@ from det_callbacks.digest.unobserved import hidden, unobserved
 from det_callbacks.environment.variables import NUM_WORKERS
 from det_callbacks.errors import SettingsError
 from det_callbacks.internals.torch import BUFFERS, PARAMETERS, modules_in
-from det_callbacks.internals.torch import PARAMETERS as HELD_PARAMETERS
 from det_callbacks.runs.evidence import KIND_OF_SAMPLER, LOADER, EvidenceKind
 from det_callbacks.runs.metrics import Metric, ReadRow
 from det_callbacks.runs.steps import StepTrace
@@ -319,7 +318,7 @@ class ParameterNotes:
         if epoch == self._epoch:
             return
         self._epoch = epoch
-        parameters = StateWalker(self._module).walk(HELD_PARAMETERS)
+        parameters = StateWalker(self._module).walk(PARAMETERS)
         trainable = {id(one): (name, one) for name, one in parameters if one.requires_grad}
         self._names = {identity: name for identity, (name, _) in trainable.items()}
         others, found = dict(trainable), dict[tuple[EvidenceKind, str], list[str]]()

@@ -62,7 +62,9 @@ class Steps:
         """Begin to follow the models and optimizers."""
 
     def find_resumed(self, batch: Any) -> int | None:
-        """Return the step from which a run continues its reference, if its state tells."""
+        """Return the step from which a run continues its reference, if its state tells; only a
+        verification of every step looks.
+        """
 
     def begin_step(self, step: int, batch: Any) -> None:
         """Begin a step with its batch."""

@@ -31,7 +31,7 @@ from det_callbacks.compare.record import (
 )
 from det_callbacks.compare.resume import exchanged, find_resumed_step, state_at_end
 from det_callbacks.errors import NotComparableError, RankError, SelectionError
-from det_callbacks.runs.evidence import OF_BATCH, EvidenceRow, NondeterministicOp
+from det_callbacks.runs.evidence import LASTING, EvidenceRow, NondeterministicOp
 from det_callbacks.runs.files import replace_atomically, writing
 from det_callbacks.runs.manifest import Environment, Manifest, compare_environments
 from det_callbacks.runs.metrics import Reading, Readings, read_metrics
@@ -334,9 +334,11 @@ class Verification:
         num_compared, num_differing = self._count(trace, step, epoch)
         self.tally.count([step], trace.program, num_compared)
         if not num_differing:
-            # settings of loaders and hooks hold until the next reading
+            # a later step that is stored needs them, and the text of numbers
             self._lasting.update(
-                (row[2:5], row) for row in self._rows if row.text and row.kind not in OF_BATCH
+                (row[2:5], row)
+                for row in self._rows
+                if row.kind in LASTING or (row.kind == "number" and row.text)
             )
             self._rows = [*from_batch_start(row for row in self._rows if row.step == step)]
             return False
