@@ -30,8 +30,8 @@ DataChange = Literal[
 _OTHER_CONTENT = ("transformed", "other data set", "other samples", "other")
 _TODO: Mapping[DataChange, str] = {
     "transformed": (
-        "Check what changes the batch between the loader and the model (on_before_batch_transfer "
-        "and on_after_batch_transfer in Lightning)"
+        "Check what the model gets that no loader gave, and what changes the batch between the "
+        "loader and the model"
     ),
     "reordered": "Check the sampler, the shuffle's seed and the order of the files",
     "drawn": "Check the sampler (its weights, what it sorts by) and the loader's settings",
@@ -46,15 +46,13 @@ _TODO: Mapping[DataChange, str] = {
         "Check the samples of the data set, its transforms, and code that changes the loaded batch"
     ),
 }
-_UNRECORDED = (
-    "No DataLoader gave the batch, and the recorded generators match, so it comes from something "
-    "that was not recorded: a separate generator (numpy.random.default_rng() without a seed), the "
-    "order of a set, an environment, or a file"
-)
 _CALLED = (
-    "No DataLoader gave the batch, which is what the model was called with: check the code that "
-    "makes these arguments, and what it keeps from earlier steps"
+    "No DataLoader gave the batch: it is what the model was first called with. The recorded "
+    "generators match, so check which call of the model comes first, what the code keeps from "
+    "earlier steps, and what was not recorded (a separate generator, such as "
+    "numpy.random.default_rng() without a seed, the order of a set, an environment, a file)"
 )
+_HOOKS = " (on_before_batch_transfer and on_after_batch_transfer)"
 _SHUFFLE = (
     "What shuffles the data (a generator, a seed, set_epoch) has to be restored to what it was "
     "when the epoch began"
@@ -252,8 +250,7 @@ def _advise(graph: Graph) -> str:
         )
         return advise_on_batch(graph, f"Restore the position in the data. {_SHUFFLE}{of_stream}")
     if how in ("drawn", "other") and not (batch.has_loader or changes):
-        is_content = graph.first.divergence.kind == "content"
-        return _CALLED if not is_content or (how == "other" and batch.num_same) else _UNRECORDED
+        return _CALLED
     source = batch.source
     if how == "drawn" and source and source.has_all and not (source.is_other_epoch or changes):
         todo = "check what leaves out or repeats a step (a condition, continue), and the sampler"
@@ -273,7 +270,8 @@ def _advise(graph: Graph) -> str:
     is_other_shuffle = how == "drawn" and batch.indices == "other" and not graph.loader_settings
     change = next(iter(changes), None)
     if change is None or not is_other_shuffle:
-        return advise_on_batch(graph, _TODO[how])
+        is_hooked = how == "transformed" and graph.framework == "lightning"
+        return advise_on_batch(graph, _TODO[how] + _HOOKS * is_hooked)
     why = capitalised(show_change(change, graph.evidence))
     return f"{why}. Give the shuffle the same seed, and draw the same numbers before it"
 

@@ -116,6 +116,8 @@ def _has_passes_in_place_of_update(graph: Graph) -> bool:
     before = [at for at in later if at < position]
     if not earlier or len(before) != len(earlier) or len(later) == len(earlier):
         return False
+    if any(site.phase == "optimizer" for site in program.sites[:position]):
+        return False  # both runs have updated parameters before
     between = program.sites[position : later[len(earlier)]]
     return any(site.op and site.phase == "forward" for site in between)
 
@@ -261,6 +263,11 @@ def _advise_on_one_run(graph: Graph) -> str:
         return (
             f"The {side} adds to a gradient that the parameter already had: check where the "
             "gradients are cleared (zero_grad), and how often backward() runs"
+        )
+    if first.phase == "gradient":
+        return (
+            f"Only the {side} runs this between backward() and the update: compare the line, and "
+            "whether the parameters have gradients there (the order of backward() and zero_grad())"
         )
     if first.phase == "backward" and not graph.first.site.recomputed:
         return (

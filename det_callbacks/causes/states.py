@@ -34,6 +34,9 @@ from det_callbacks.runs.program import (
 )
 from det_callbacks.text import capitalised, listed
 
+# the buffers of torch's normalization that a forward pass in train mode updates
+_RUNNING = frozenset({"running_mean", "running_var", "num_batches_tracked"})
+
 # the names of nodes that nothing recorded explains
 UNRECORDED_STEPS = "steps that were not recorded"
 UNSEEN_WRITE = "a write that was not recorded"
@@ -385,10 +388,24 @@ def external_write(graph: Graph, walk: Walk) -> Explanation | None:
     return Explanation(
         cause="external_write",
         text=f"{place(graph)}{what}",
-        advice=(
+        advice=_check_modes(graph)
+        or (
             "Check the code that runs at that point. If the write is intended, do it inside a step "
             "with torch ops, which the recorder sees"
         ),
+    )
+
+
+def _check_modes(graph: Graph) -> str:
+    """Return what to check if what changed between two steps is all that a forward pass in train
+    mode changes; "" otherwise.
+    """
+    names = _changed_between_steps(graph)
+    if not names or not _RUNNING.issuperset(name.rpartition(".")[2] for name in names):
+        return ""
+    return (
+        "A forward pass in train mode changes them: check train() and eval() around what runs "
+        "between the steps, such as a validation"
     )
 
 
@@ -432,15 +449,14 @@ def _changed_between_steps(graph: Graph) -> list[str]:
     """
     if graph.is_first_seen or graph.is_after_gap or graph.is_resumed:
         return []
-    if graph.further:
+    read = [source for source in graph.sources if source.site.role == "input"]
+    if not read or not _sees_all_ops(graph, before=read[0].row):
         return graph.further
-    if not graph.sources or not _sees_all_ops(graph, before=graph.sources[0].row):
+    is_first = graph.sources[0] is read[0] and read[0].divergence.name is not None
+    if not (is_first or graph.further):
         return []
-    first = graph.sources[0]
-    if first.site.role != "input" or first.divergence.name is None:
-        return []
-    names = (one.divergence.name for one in graph.sources if one.site.role == "input")
-    return list(dict.fromkeys(name for name in names if name is not None))
+    names = (source.divergence.name for source in read)
+    return list(dict.fromkeys([*graph.further, *(name for name in names if name is not None)]))
 
 
 def _in_step(graph: Graph) -> str:

@@ -333,6 +333,9 @@ class _Judge:
         in_order = sorted(first.values(), key=_order)
         origins = [origin for of_rank in in_order for origin in of_rank.origins_among(ranks)]
         others = [entry for entry in self.environment if entry.name != answer.setting]
+        resume = self._resume
+        if resume is not None:  # its generators started from those of a later step
+            others = without_starts(others)
         if not unpaired:  # the length of a run explains nothing in a step that both have
             others = [entry for entry in others if entry.name not in LENGTHS]
         tally = self.tally
@@ -357,11 +360,13 @@ class _Judge:
             ),
             coverage=self._coverage,
             # the evidence names the generators that may be the cause
-            environment=self.environment
-            if verdict == "match"
-            else tuple(without_starts(self.environment)),
+            environment=tuple(
+                self.environment
+                if verdict == "match" and resume is None
+                else without_starts(self.environment)
+            ),
             trail=answer.trail,
-            resume=self._resume,
+            resume=resume,
             evidence=answer.evidence,
         )
 

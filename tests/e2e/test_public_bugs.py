@@ -71,6 +71,24 @@ class Batches:
         return self.step(batch)
 
 
+class Validated(Batches):
+    """A step before which the model is validated, in train mode if wrong."""
+
+    def __init__(self, step: Step, model: nn.Module, wrong: bool) -> None:
+        self.step, self.model, self.wrong = step, model, wrong
+        self.num_steps = 0
+
+    def batch(self) -> Tensor:
+        batch = torch.arange(32.0).reshape(8, 4).sin()
+        self.model.train(self.wrong)
+        if self.num_steps:
+            with torch.no_grad():
+                self.model(batch)
+        self.model.train()
+        self.num_steps += 1
+        return batch
+
+
 def updating(optimizer: torch.optim.Optimizer, loss: Callable[[Tensor], Tensor]) -> Step:
     def step(batch: Tensor) -> None:
         optimizer.zero_grad()
@@ -205,7 +223,62 @@ def accumulating(wrong):
     return model, optimizer, step
 
 
+def adversarial(wrong):
+    """Leaves out the generator's pass and update in some steps; the other model's come first."""
+    model = nn.ModuleDict({"judge": nn.Linear(4, 1), "maker": nn.Linear(4, 4)})
+    optimizers = [torch.optim.SGD(model[name].parameters(), lr=0.1) for name in ("judge", "maker")]
+    calls = [0]
+
+    def step(batch):
+        model["judge"](batch).square().sum().backward()
+        optimizers[0].step()
+        calls[0] += 1
+        if calls[0] % 2 == wrong:
+            return
+        model["judge"](model["maker"](batch)).square().sum().backward()
+        optimizers[1].step()
+
+    return model, optimizers, step
+
+
+def clearing(wrong):
+    """Clears the gradients before it clips them."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch):
+        optimizer.zero_grad()
+        model(batch).square().sum().backward()
+        if wrong:
+            optimizer.zero_grad()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    return model, optimizer, step
+
+
+def validating(wrong):
+    """Validates between two steps, in train mode if wrong."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = updating(optimizer, lambda batch: model(batch).square().sum())
+    return model, optimizer, Validated(step, model, wrong)
+
+
 CASES = {
+    "the other model's update": (adversarial, "forward", "!only after backward pass"),
+    "clipping without gradients": (
+        clearing,
+        "backward",
+        "Only the reference runs this between backward() and the update",
+        "zero_grad",
+    ),
+    "validation in train mode": (
+        validating,
+        "external_write",
+        "1.num_batches_tracked",
+        "check train() and eval() around what runs between the steps",
+    ),
     "initialised in a different order": (
         lambda wrong: heads(wrong, is_loaded=False),
         "initial_weights",
@@ -233,7 +306,7 @@ CASES = {
     "unseeded": (
         unseeded,
         "data_content",
-        "comes from something that was not recorded",
+        "what was not recorded",
         "!data set",
     ),
     "a set's order": (
