@@ -13,7 +13,7 @@ from det_callbacks.report.console import STYLES, Section, Table, to_text
 from det_callbacks.report.numerics import numerics_report
 from det_callbacks.report.run import findings_report, ops_text, output_text
 from det_callbacks.runs.store import Run
-from det_callbacks.runs.tables import first_line
+from det_callbacks.runs.source_text import first_line
 from det_callbacks.text import count, listed
 from det_callbacks.verdict import (
     MAX_ORIGINS,

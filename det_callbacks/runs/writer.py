@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from det_callbacks.errors import ReferenceNotFoundError, RunExistsError, SelectionError, WriteError
-from det_callbacks.runs import files, tables
+from det_callbacks.runs import tables
 from det_callbacks.runs.evidence import (
     EvidenceRow,
     EvidenceWriter,
@@ -21,12 +21,19 @@ from det_callbacks.runs.evidence import (
 )
 from det_callbacks.runs.files import (
     ANOTHER_FOLDER,
+    LAYOUTS,
     MANIFEST,
+    NONDETERMINISTIC_FILE,
+    PROGRAMS,
     REPLACEMENT,
+    SITES,
+    SOURCES,
     AppendedFile,
     make_folder,
+    rank_folder,
     read_file,
     replace_atomically,
+    stream_path,
     writing,
 )
 from det_callbacks.runs.lock import FolderLock
@@ -52,9 +59,9 @@ from det_callbacks.runs.replacement import (
     wait_to_replace,
 )
 from det_callbacks.runs.selection import Selection
+from det_callbacks.runs.source_text import write_source_text
 from det_callbacks.runs.steps import END_OF_STREAM, encode_header, encode_step
 from det_callbacks.runs.store import Run, make_room, remove_run
-from det_callbacks.runs.tables import write_source_text
 
 
 class RunWriter:
@@ -92,7 +99,7 @@ class RunWriter:
         self._num_uncounted = 0  # readings of metrics that run.json does not count yet
         self._values: dict[int, str] = {}
         self.earlier: Run | None = None  # the run before this attempt
-        self._earlier = b""  # run.json of the run that it waits to replace
+        self._replaced_manifest = b""  # bytes of run.json in the run that it waits to replace
         # whether it is complete, and may take the place of the run that it replaces
         self.is_waiting = False
         self._shared_before = self._shared
@@ -187,14 +194,13 @@ class RunWriter:
     def _streams(self) -> list[Path]:
         segments = range(self.manifest.attempts[-1].segments)
         return [
-            files.stream_path(self.path, self._peers.rank, self._attempt, segment)
-            for segment in segments
+            stream_path(self.path, self._peers.rank, self._attempt, segment) for segment in segments
         ]
 
     @property
     def _shared(self) -> set[Path]:
         """The existing files that all ranks and attempts share."""
-        kinds = (files.PROGRAMS, files.SITES, files.LAYOUTS, files.SOURCES)
+        kinds = (PROGRAMS, SITES, LAYOUTS, SOURCES)
         folders = [self.path / kind for kind in kinds]
         return {file for folder in folders for file in folder.glob("*")}
 
@@ -301,7 +307,7 @@ class RunWriter:
         """Write the ops without a deterministic implementation that this process
         has called so far.
         """
-        path = self.path / files.rank_folder(self._peers.rank) / files.NONDETERMINISTIC_FILE
+        path = self.path / rank_folder(self._peers.rank) / NONDETERMINISTIC_FILE
         try:
             replace_atomically(path, msgspec.json.encode(list(ops)))
         except WriteError as error:
@@ -436,7 +442,7 @@ class RunWriter:
             not loses_steps(self.path.parent) and Run.open(self.path, check_steps=False).is_complete
         )
         if is_whole:
-            self._earlier = _manifest_bytes(self.path.parent)
+            self._replaced_manifest = _manifest_bytes(self.path.parent)
             wait_to_replace(self.path.parent, self._replace)
         return is_whole
 
@@ -445,7 +451,7 @@ class RunWriter:
             return  # the program has removed it all
         try:
             self._take_lock()
-            if _manifest_bytes(self.path.parent) != self._earlier:
+            if _manifest_bytes(self.path.parent) != self._replaced_manifest:
                 raise RunExistsError(
                     f"Another process has changed the run in {self.path.parent} since this program "
                     "recorded its replacement, so it was left as it is. The new run is in "
@@ -471,7 +477,7 @@ class RunWriter:
         if not self._attempt:
             if self._peers.rank == 0:
                 remove_run(self.path)
-            elif not (self.path / files.MANIFEST).exists():
+            elif not (self.path / MANIFEST).exists():
                 # this rank may have written while rank 0 removed the run
                 shutil.rmtree(self.stream.parent, ignore_errors=True)
             return
@@ -504,7 +510,7 @@ class RunWriter:
         )
 
         def create_stream() -> None:
-            for folder in (files.PROGRAMS, files.SITES, files.LAYOUTS, path.parent.name):
+            for folder in (PROGRAMS, SITES, LAYOUTS, path.parent.name):
                 make_folder(self.path / folder)
             # existing files are from an attempt that was killed before run.json listed it
             if is_new:
