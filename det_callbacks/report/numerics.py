@@ -81,12 +81,9 @@ def numerics_sentence(numerics: Numerics) -> str:
         "Rounding that adds up: no op adds more than rounding to the error of its inputs, but "
         f"{count(numerics.num_beyond, 'site')} are beyond the tolerance; {rounding}."
     )
-    is_measured = numerics.tolerance != "torch.testing"
-    return (
-        text
-        if is_measured
-        else f"{text} Measure how far rounding goes: det-callbacks check --numerics."
-    )
+    if numerics.tolerance == "torch.testing":
+        text += " Measure how far rounding goes: det-callbacks check --numerics."
+    return text
 
 
 def nonfinite_sentence(found: NonFinite) -> str:
@@ -150,11 +147,8 @@ def _compared(numerics: Numerics) -> str:
     whole = sum(prod(site.shape or ()) for site in numerics.sites)
     of_all = "" if num_elements >= whole else f" of {whole:,}, an even sample"
     bound = f"within the tolerance of {numerics.tolerance}"
-    bound += (
-        f" ({numerics.num_default:,} of them by torch.testing, not measured)"
-        if numerics.num_default
-        else ""
-    )
+    if numerics.num_default:
+        bound += f" ({numerics.num_default:,} of them by torch.testing, not measured)"
     return (
         f"{count(len(numerics.sites), 'site')} with {count(num_elements, 'element')}{of_all}; "
         f"{numerics.num_differing:,} differ, {len(numerics.sites) - numerics.num_beyond:,} are "

@@ -226,12 +226,10 @@ def findings_line(path: Path, *, shown: Path) -> str:
         findings = find_findings(Run.open(path, check_steps=False))
     except ReferenceFormatError as error:  # the recording itself is complete
         return f"det_callbacks: findings cannot be read: {error} See {command}"
-    words = listed((one.finding for one in findings), limit=len(findings))
-    return (
-        f"det_callbacks: {count(len(findings), 'finding')}: {words}; see {command}"
-        if findings
-        else ""
-    )
+    if not findings:
+        return ""
+    words = listed((entry.finding for entry in findings), limit=len(findings))
+    return f"det_callbacks: {count(len(findings), 'finding')}: {words}; see {command}"
 
 
 def _shown(numbers: Sequence[int]) -> str:
