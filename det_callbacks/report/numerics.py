@@ -7,9 +7,9 @@ from math import ceil, inf, prod
 from det_callbacks.compare.nonfinite import NonFinite
 from det_callbacks.digest.numbers import epsilon
 from det_callbacks.report.console import Section, Table
-from det_callbacks.runs.program import in_module
+from det_callbacks.runs.program import Site, in_module
 from det_callbacks.text import at_most, count, listed
-from det_callbacks.verdict import Numerics, SiteNumerics
+from det_callbacks.verdict import Divergence, Numerics, SiteNumerics
 
 PRINTED_SITES, PRINTED_JUMPS = 30, 5
 _ONLY_IN = {"missing": "the reference", "extra": "the current run"}
@@ -156,13 +156,17 @@ def _compared(numerics: Numerics) -> str:
     )
 
 
+def output_text(site: Site | Divergence | SiteNumerics) -> str:
+    """Return "aten.mm.default#3 output 1"."""
+    output = f" output {site.output}" if site.output else ""
+    return f"{site.op}#{site.occurrence}{output}"
+
+
 def _row(site: SiteNumerics) -> tuple[object, ...]:
     whole = prod(site.shape or ())
     elements = f"{site.num_elements:,}" + (f" of {whole:,}" if site.num_elements < whole else "")
-    output = f" output {site.output}" if site.output else ""
-    op = f"{site.op}#{site.occurrence}{output}"
-    numbers = measured(site.ulp, site.relative, site.absolute, site.excess)
-    return (site.step, site.phase, site.module or site.name or "-", op, elements, *numbers)
+    place = (site.step, site.phase, site.module or site.name or "-", output_text(site))
+    return (*place, elements, *measured(site.ulp, site.relative, site.absolute, site.excess))
 
 
 def _where(site: SiteNumerics) -> str:

@@ -13,7 +13,7 @@ from det_callbacks.digest.host import format_digest
 from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.findings.table import find_findings
 from det_callbacks.report.console import Section, Table
-from det_callbacks.report.numerics import nonfinite_sentence
+from det_callbacks.report.numerics import nonfinite_sentence, output_text
 from det_callbacks.runs.metrics import read_metrics
 from det_callbacks.runs.program import (
     Program,
@@ -25,7 +25,7 @@ from det_callbacks.runs.program import (
 )
 from det_callbacks.runs.store import RankRun, Run
 from det_callbacks.text import at_most, count, listed
-from det_callbacks.verdict import Coverage, Divergence, Finding, as_json
+from det_callbacks.verdict import Coverage, Finding, as_json
 
 HEAD = 10  # rows shown from either end of a long table
 
@@ -162,12 +162,6 @@ def ops_text(counts: Program | Coverage) -> str:
         f", {number:,} skipped ({why})" for why, number in sorted(counts.ops_skipped.items())
     )
     return f"{count(counts.ops_seen, 'op')} seen, {counts.ops_digested:,} digested{skipped}"
-
-
-def output_text(site: Site | Divergence) -> str:
-    """Return "aten.mm.default#3 output 1"."""
-    output = f" output {site.output}" if site.output else ""
-    return f"{site.op}#{site.occurrence}{output}"
 
 
 def describe_site(site: Site) -> str:

@@ -10,8 +10,8 @@ from typing import Any
 from det_callbacks.causes.frameworks import RESTORED_BY
 from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError
 from det_callbacks.report.console import STYLES, Section, Table, to_text
-from det_callbacks.report.numerics import numerics_report
-from det_callbacks.report.run import findings_report, ops_text, output_text
+from det_callbacks.report.numerics import numerics_report, output_text
+from det_callbacks.report.run import findings_report, ops_text
 from det_callbacks.runs.source_text import first_line
 from det_callbacks.runs.store import Run
 from det_callbacks.text import count, listed

@@ -25,7 +25,7 @@ import pyarrow as pa
 from det_callbacks.digest.host import digest_bytes, format_digest
 from det_callbacks.errors import ReferenceFormatError, WriteError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 2  # 1: a site had one name; 2: it has subject, of and part
 
 MANIFEST = "run.json"
 PROGRAMS = "programs"

@@ -39,24 +39,41 @@ from det_callbacks.runs.program import (
 )
 
 PROGRAM_SCHEMA = pa.schema(
-    {"position": pa.int32(), "site": pa.uint64(), "inputs": pa.list_(pa.int32())}
+    {
+        "position": pa.int32(),
+        "site": pa.uint64(),
+        "inputs": pa.list_(pa.int32()),
+    }
 )
 SITE_SCHEMA = pa.schema(
     {
-        **{"position": pa.int32(), "site": pa.uint64()},
-        **dict.fromkeys(("phase", "module", "op"), pa.string()),
+        "position": pa.int32(),
+        "site": pa.uint64(),
+        "phase": pa.string(),
+        "module": pa.string(),
+        "op": pa.string(),
         "output": pa.int32(),
-        **dict.fromkeys(("role", "subject", "of", "part", "arguments"), pa.string()),
+        "role": pa.string(),
+        "subject": pa.string(),
+        "of": pa.string(),
+        "part": pa.string(),
+        "arguments": pa.string(),
         "varying": pa.list_(pa.string()),
-        **{"recomputed": pa.bool_(), "source": pa.list_(pa.string())},
-        **{"eager_op": pa.string(), "eager_line": pa.string()},
-        **{"eager_call": pa.int32(), "eager_calls": pa.int32(), "choice": pa.string()},
+        "recomputed": pa.bool_(),
+        "source": pa.list_(pa.string()),
+        "eager_op": pa.string(),
+        "eager_line": pa.string(),
+        "eager_call": pa.int32(),
+        "eager_calls": pa.int32(),
+        "choice": pa.string(),
     }
 )
 LAYOUT_SCHEMA = pa.schema(
     {
-        **{"position": pa.int32(), "dtype": pa.string()},
-        **dict.fromkeys(("shape", "stride"), pa.list_(pa.int64())),
+        "position": pa.int32(),
+        "dtype": pa.string(),
+        "shape": pa.list_(pa.int64()),
+        "stride": pa.list_(pa.int64()),
         "detail": pa.string(),
     }
 )

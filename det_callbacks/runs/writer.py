@@ -82,26 +82,28 @@ class RunWriter:
         lock: FolderLock | None = None,
     ) -> None:
         self.path = path
-        self._lock = lock  # None on other ranks
-        self.segment = segment  # the current fit
-        self._peers = peers
         self.manifest = manifest
+        self.segment = segment  # the current fit
+        self.earlier: Run | None = None  # the run before this attempt
+        # whether it is complete, and may take the place of the run that it replaces
+        self.is_waiting = False
+        self._replaced_manifest = b""  # bytes of run.json in the run that it waits to replace
+        self._peers = peers
+        self._lock = lock  # None on other ranks
         self._attempt = attempt
+        # what the folder holds already: programs and layouts with their number of sites
         self._programs: dict[int, int] = {}
         self._layouts: dict[int, int] = {}
         self._sites: set[int] = set()
         self._places: set[str] = set()
+        # the current fit
         self._last_step = -1
         self._chain: int | None = 0 if not attempt else None
         self._file: AppendedFile | None = None
         self._evidence: EvidenceWriter | None = None
+        self._values: dict[int, str] = {}
         self._metrics: AppendedFile | None = None
         self._num_uncounted = 0  # readings of metrics that run.json does not count yet
-        self._values: dict[int, str] = {}
-        self.earlier: Run | None = None  # the run before this attempt
-        self._replaced_manifest = b""  # bytes of run.json in the run that it waits to replace
-        # whether it is complete, and may take the place of the run that it replaces
-        self.is_waiting = False
         self._shared_before = self._shared
         try:
             self._open_stream(is_new=True)
@@ -122,7 +124,6 @@ class RunWriter:
     ) -> "RunWriter":
         """Start a new run; with ``overwrite``, it may replace an existing run: see ``close``."""
         path = Path(path)
-
         lock = FolderLock(path) if peers.rank == 0 else None
 
         def lead() -> list[str]:
@@ -174,9 +175,14 @@ class RunWriter:
             )
             peers.require_shared(path)
             attempts = run.manifest.attempts
-            manifest_now = replace(run.manifest, attempts=(*attempts, Attempt()))
-            place: dict[str, Any] = {"attempt": len(attempts), "segment": run.segments[-1]}
-            writer = cls(run.path, peers, manifest_now, **place, lock=lock)
+            writer = cls(
+                run.path,
+                peers,
+                replace(run.manifest, attempts=(*attempts, Attempt())),
+                attempt=len(attempts),
+                segment=run.segments[-1],
+                lock=lock,
+            )
         writer.earlier = run
         return writer
 
@@ -293,16 +299,6 @@ class RunWriter:
         if not was_held:
             self.release()
 
-    def _count_readings(self) -> None:
-        """Close the file of metrics, and count its new readings in the manifest."""
-        file, self._metrics = self._metrics, None
-        with file or nullcontext():
-            last = self.manifest.attempts[-1]
-            counts = [*last.readings, *[0] * (last.segments - len(last.readings))]
-            counts[-1] += self._num_uncounted
-            self._change_attempt(readings=tuple(counts))
-            self._num_uncounted = 0
-
     def put_nondeterministic_ops(self, ops: Sequence[NondeterministicOp]) -> None:
         """Write the ops without a deterministic implementation that this process
         has called so far.
@@ -386,6 +382,34 @@ class RunWriter:
         if self._lock is not None:
             self._lock.release()
 
+    def require_own(self) -> None:
+        """Raise RunExistsError if another process has changed the run: since it was
+        closed, or without locks.
+        """
+        try:
+            now = read_manifest(self.path)
+        except ReferenceNotFoundError:
+            now = None
+        if now is None or (now.run_id, now.attempts) != (
+            self.manifest.run_id,
+            self.manifest.attempts,
+        ):
+            raise RunExistsError(
+                f"Another process has replaced or continued {self.path}, which this one was "
+                "writing. If a script has several fits, start it again only after it has ended.",
+                str(self.path),
+            )
+
+    def discard(self) -> None:
+        """Discard this attempt and restore the folder, on all ranks unless it
+        is the first attempt.
+        """
+        self._close_files(complete=False)
+        try:
+            self._remove_attempt()
+        finally:
+            self.release()
+
     @property
     def _is_held(self) -> bool:
         return self._lock is None or self._lock.is_held
@@ -410,23 +434,15 @@ class RunWriter:
             self._lock.acquire(instead=ANOTHER_FOLDER[self.manifest.purpose])
             self.require_own()
 
-    def require_own(self) -> None:
-        """Raise RunExistsError if another process has changed the run: since it was
-        closed, or without locks.
-        """
-        try:
-            now = read_manifest(self.path)
-        except ReferenceNotFoundError:
-            now = None
-        if now is None or (now.run_id, now.attempts) != (
-            self.manifest.run_id,
-            self.manifest.attempts,
-        ):
-            raise RunExistsError(
-                f"Another process has replaced or continued {self.path}, which this one was "
-                "writing. If a script has several fits, start it again only after it has ended.",
-                str(self.path),
-            )
+    def _count_readings(self) -> None:
+        """Close the file of metrics, and count its new readings in the manifest."""
+        file, self._metrics = self._metrics, None
+        with file or nullcontext():
+            last = self.manifest.attempts[-1]
+            counts = [*last.readings, *[0] * (last.segments - len(last.readings))]
+            counts[-1] += self._num_uncounted
+            self._change_attempt(readings=tuple(counts))
+            self._num_uncounted = 0
 
     def _close_files(self, *, complete: bool) -> None:
         finished, self._file = self._file, None
@@ -462,16 +478,6 @@ class RunWriter:
         finally:
             self.release()
         self.path, self.is_waiting = self.path.parent, False
-
-    def discard(self) -> None:
-        """Discard this attempt and restore the folder, on all ranks unless it
-        is the first attempt.
-        """
-        self._close_files(complete=False)
-        try:
-            self._remove_attempt()
-        finally:
-            self.release()
 
     def _remove_attempt(self) -> None:
         if not self._attempt:

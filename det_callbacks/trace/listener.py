@@ -17,7 +17,7 @@ from det_callbacks.trace.recorder import Recorder
 class Interceptor(DispatchMode):
     """The dispatch mode that passes the ops of a thread, and of the autograd engine, to a recorder.
 
-    If no mode is below it, native code sees the ops first.
+    Native code sees the ops first, unless a mode is below this one, or the step is verified.
     """
 
     def __init__(self, recorder: Recorder) -> None:
