@@ -533,6 +533,22 @@ class Verdict:
             raise ValueError(str(error)) from error
 
 
+def is_certain_change(verdict: Verdict) -> bool:
+    """Return whether the training certainly changed, even if the machine did too.
+
+    A different machine or version may change the bits of an op and which ops run, but no setting,
+    no shape of a batch or a weight, and no number of steps.
+    """
+    first = verdict.first_divergence
+    has_other_choice = any(
+        entry.changes_bits and not entry.is_machine for entry in verdict.environment
+    )
+    if first is None or has_other_choice:
+        return has_other_choice
+    is_given_or_a_step = not first.op and first.phase in ("state", "data", "other")
+    return is_given_or_a_step and first.kind in ("structure", "missing", "extra")
+
+
 def as_json(data: object) -> dict[str, Any]:
     """Return a dataclass as JSON: lists for tuples, text for keys;
     ValueError for a number that JSON lacks.

@@ -15,7 +15,7 @@ from det_callbacks.runs.program import (
     in_module,
     reads_expanded,
 )
-from det_callbacks.runs.tables import place_and_function
+from det_callbacks.runs.source_text import place_and_function
 from det_callbacks.text import listed
 from det_callbacks.verdict import Divergence, EnvironmentDifference
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from det_callbacks.runs.program import Site, StepView
-from det_callbacks.runs.tables import first_line
+from det_callbacks.runs.source_text import first_line
 
 _Op = tuple[str, str, str]  # phase, op and line
 

@@ -121,7 +121,8 @@ def _end(error: "DetCallbacksError", config: pytest.Config, *, command: str) -> 
     from det_callbacks.report.numerics import numerics_sentence  # noqa: PLC0415  # loads numpy
 
     # likewise
-    from det_callbacks.report.verdict import headline, is_certain_change, verdict_lines  # noqa: PLC0415
+    from det_callbacks.report.verdict import headline, verdict_lines  # noqa: PLC0415
+    from det_callbacks.verdict import is_certain_change  # noqa: PLC0415
 
     verdict = getattr(error, "verdict", None)
     if verdict is None:

@@ -59,7 +59,7 @@ class Observations:
         self._replay = replay or Replay()
         self._process, self._thread = os.getpid(), get_ident()
         self._is_open = True
-        self.region.resume()
+        self.region.unpause()
 
     def end(self) -> None:
         """End a step, before the recorder's: report missing gradients, and remove the hooks."""
@@ -85,7 +85,7 @@ class Observations:
     def drop(self) -> None:
         """Drop the current step, if any; regions continue in the next."""
         self._is_open = False
-        self.region.suspend()
+        self.region.pause()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -163,7 +163,7 @@ class Observations:
             )
         self.region.enter()
         if not self._is_open:
-            self.region.suspend()  # until the next step
+            self.region.pause()  # until the next step
 
     def _receive(self, gradient: _Gradient, value: Tensor | None) -> Tensor | None:
         """Record a gradient that a backward pass computed; return its replacement, if any."""

@@ -23,8 +23,11 @@ def progress_word(*, num_steps: int, num_differing: int, is_recording: bool) -> 
 
 
 def level_words(level: str, compiled: str, regions: Collection[str]) -> str:
-    words = ["compiled code ran as eager code, with different kernels"] * (compiled == "eager")
-    words += [f"seen only from outside: {listed(sorted(regions))}"] if regions else []
+    words = []
+    if compiled == "eager":
+        words.append("compiled code ran as eager code, with different kernels")
+    if regions:
+        words.append(f"seen only from outside: {listed(sorted(regions))}")
     return f"{level} ({'; '.join(words)})" if words else level
 
 
@@ -57,12 +60,10 @@ def recorded_line(
         f"in {path}",
     ]
     if kept is not None:
-        parts[-1] += f"; kept {count(kept.num_tensors, 'tensor')} ({size(kept.num_bytes)}"
-        parts[-1] += (
-            f", {kept.num_sampled:,} of them by a sample of their elements)"
-            if kept.num_sampled
-            else ")"
-        )
+        sampled = ""
+        if kept.num_sampled:
+            sampled = f", {kept.num_sampled:,} of them by a sample of their elements"
+        parts[-1] += f"; kept {count(kept.num_tensors, 'tensor')} ({size(kept.num_bytes)}{sampled})"
         if kept.num_missing:
             parts[-1] += (
                 f"; did NOT keep the tensors of {count(kept.num_missing, 'call')} {kept.reason}"
@@ -133,19 +134,17 @@ def unrecorded_updates(updates: Mapping[str, int], *, num_iterations: int | None
 
 
 def verified_line(verdict: Verdict, *, level: str, report: Path | None = None) -> str:
-    number = verdict.counts.sites_differing
-    differing = (
-        f", {count(number, 'site')} differing"
-        if verdict.counts.sites_compared
-        else f", {number} differing"
-    )
+    number, differing = verdict.counts.sites_differing, ""
+    if number:
+        sites = count(number, "site") if verdict.counts.sites_compared else number
+        differing = f", {sites} differing"
     shown = "" if report is None else f"; report: {report}"
     resumed = ""
     if verdict.resume is not None and verdict.resume.how == "found":
         resumed = f" from step {verdict.resume.step} on, where it resumed (by its state)"
     return (
         f"det_callbacks: {verdict.verdict}: verified "
-        f"{_compared(verdict, level)}{resumed}{differing * bool(number)}"
+        f"{_compared(verdict, level)}{resumed}{differing}"
         f"{_replayed(verdict.coverage.replayed, 'replayed')}, against {verdict.reference} "
         f"(verdict{' and diverging steps' * (verdict.verdict != 'match')}: "
         f"{verdict.current}{shown})"
@@ -225,11 +224,8 @@ def audit_line(report: AuditReport, *, folder: Path, missed: Sequence[int] = ())
     what = (
         f"audited {count(len(report.steps), 'step')}, ran {count(report.num_compared, 'op')} twice"
     )
-    what += (
-        f"; did not reach {count(len(missed), 'step')} ({listed(map(str, missed))})"
-        if missed
-        else ""
-    )
+    if missed:
+        what += f"; did not reach {count(len(missed), 'step')} ({listed(map(str, missed))})"
     if not report.findings:
         return f"det_callbacks: every op repeated its bits: {what} (in {folder})"
     ops = count(len(report.findings), "op")
@@ -243,20 +239,11 @@ def audit_lines(report: AuditReport, *, replay: Path) -> str:
     columns = ("judgement", "phase", "module", "op", "steps", "elements", "ULPs", "source")
     rows = []
     for found in report.findings:
-        ulps, source = (
-            "" if found.max_ulps is None else found.max_ulps,
-            next(iter(found.source), ""),
-        )
         place = found.judgement, found.phase, found.module, found.op
-        rows.append(
-            (
-                *place,
-                ", ".join(at_most(4, [*map(str, found.steps)])),
-                found.num_differing,
-                ulps,
-                source,
-            )
-        )
+        steps = ", ".join(at_most(4, [*map(str, found.steps)]))
+        ulps = "" if found.max_ulps is None else found.max_ulps
+        source = next(iter(found.source), "")
+        rows.append((*place, steps, found.num_differing, ulps, source))
     use = (
         f"or record and verify with replay={str(replay)!r}, which saves and restores their outputs."
     )

@@ -128,8 +128,10 @@ def doctor_report(diagnosis: "Diagnosis") -> list[Section]:
         if found and name not in versions
     ]
     head += [f"{', '.join(filter(None, system))}; {versions_line(diagnosis.installation, rest)}"]
-    head += [f"Digests of tensors on {facts['digest']}"] if "digest" in facts else []
-    head += [f"At level op, the recorder is {facts['recorder']}"] if "recorder" in facts else []
+    if "digest" in facts:
+        head.append(f"Digests of tensors on {facts['digest']}")
+    if "recorder" in facts:
+        head.append(f"At level op, the recorder is {facts['recorder']}")
     rows = [
         (
             setting.state,
@@ -152,15 +154,11 @@ def doctor_report(diagnosis: "Diagnosis") -> list[Section]:
             (*row, to_do or "-")
             for row, (_, to_do) in zip(found.rows, diagnosis.differences, strict=True)
         ]
-        title = (
-            f"Different from {against}"
-            if differing
-            else f"This machine does not differ from {against}"
-        )
-        changed = (
-            Table(columns=(*found.columns, "what to do"), rows=differing) if differing else None
-        )
-        report.append(Section(title=title, table=changed))
+        if differing:
+            table = Table(columns=(*found.columns, "what to do"), rows=differing)
+            report.append(Section(title=f"Different from {against}", table=table))
+        else:
+            report.append(Section(title=f"This machine does not differ from {against}"))
     if diagnosis.fills_memory:
         report.append(Section(title="Filling memory costs time", lines=[_FILLING]))
     if not missing:

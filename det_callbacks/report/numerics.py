@@ -7,9 +7,9 @@ from math import ceil, inf, prod
 from det_callbacks.compare.nonfinite import NonFinite
 from det_callbacks.digest.numbers import epsilon
 from det_callbacks.report.console import Section, Table
-from det_callbacks.runs.program import in_module
+from det_callbacks.runs.program import Site, in_module
 from det_callbacks.text import at_most, count, listed
-from det_callbacks.verdict import Numerics, SiteNumerics
+from det_callbacks.verdict import Divergence, Numerics, SiteNumerics
 
 PRINTED_SITES, PRINTED_JUMPS = 30, 5
 _ONLY_IN = {"missing": "the reference", "extra": "the current run"}
@@ -81,12 +81,9 @@ def numerics_sentence(numerics: Numerics) -> str:
         "Rounding that adds up: no op adds more than rounding to the error of its inputs, but "
         f"{count(numerics.num_beyond, 'site')} are beyond the tolerance; {rounding}."
     )
-    is_measured = numerics.tolerance != "torch.testing"
-    return (
-        text
-        if is_measured
-        else f"{text} Measure how far rounding goes: det-callbacks check --numerics."
-    )
+    if numerics.tolerance == "torch.testing":
+        text += " Measure how far rounding goes: det-callbacks check --numerics."
+    return text
 
 
 def nonfinite_sentence(found: NonFinite) -> str:
@@ -150,11 +147,8 @@ def _compared(numerics: Numerics) -> str:
     whole = sum(prod(site.shape or ()) for site in numerics.sites)
     of_all = "" if num_elements >= whole else f" of {whole:,}, an even sample"
     bound = f"within the tolerance of {numerics.tolerance}"
-    bound += (
-        f" ({numerics.num_default:,} of them by torch.testing, not measured)"
-        if numerics.num_default
-        else ""
-    )
+    if numerics.num_default:
+        bound += f" ({numerics.num_default:,} of them by torch.testing, not measured)"
     return (
         f"{count(len(numerics.sites), 'site')} with {count(num_elements, 'element')}{of_all}; "
         f"{numerics.num_differing:,} differ, {len(numerics.sites) - numerics.num_beyond:,} are "
@@ -162,13 +156,17 @@ def _compared(numerics: Numerics) -> str:
     )
 
 
+def output_text(site: Site | Divergence | SiteNumerics) -> str:
+    """Return "aten.mm.default#3 output 1"."""
+    output = f" output {site.output}" if site.output else ""
+    return f"{site.op}#{site.occurrence}{output}"
+
+
 def _row(site: SiteNumerics) -> tuple[object, ...]:
     whole = prod(site.shape or ())
     elements = f"{site.num_elements:,}" + (f" of {whole:,}" if site.num_elements < whole else "")
-    output = f" output {site.output}" if site.output else ""
-    op = f"{site.op}#{site.occurrence}{output}"
-    numbers = measured(site.ulp, site.relative, site.absolute, site.excess)
-    return (site.step, site.phase, site.module or site.name or "-", op, elements, *numbers)
+    place = (site.step, site.phase, site.module or site.name or "-", output_text(site))
+    return (*place, elements, *measured(site.ulp, site.relative, site.absolute, site.excess))
 
 
 def _where(site: SiteNumerics) -> str:

@@ -3,9 +3,9 @@
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -45,6 +45,29 @@ _COLUMNS = (
 _STATES = np.array([*".mco"])  # ascending: not compared, match, carried on, origin
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Column:
+    """A step in a heat map."""
+
+    step: int
+    text: str
+    states: str  # a letter of ``_STATES`` for each row
+    sites: Table | None = None  # that differ, if they are listed
+    num_left_out: int = 0  # differing sites that the table lacks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Map:
+    """The heat map of one fit on one rank: a column for each step, and a row for each module."""
+
+    name: str
+    place: str  # in addresses
+    text: str
+    num_differing: int
+    labels: Sequence[str]
+    columns: Sequence[_Column]
+
+
 def write_report(
     path: str | Path, verdict: Verdict, *, reference: str | Path, current: str | Path
 ) -> Path:
@@ -69,24 +92,23 @@ def _visible(value: object) -> object:
     return visible(value) if type(value) is str else value  # Markup is made of such values
 
 
-def _build_maps(verdict: Verdict, reference: Run, current: Run) -> tuple[list[dict[str, Any]], int]:
+def _build_maps(verdict: Verdict, reference: Run, current: Run) -> tuple[list[_Map], int]:
     """Return the heat maps, first of ranks where a difference starts, and how many are left out."""
     if reference.manifest.world_size != current.manifest.world_size:
         return [], 0
     common = {*reference.ranks} & {*current.ranks}
     ranks = [run.rank(rank) for run in (reference, current) for rank in common]
     fits = {(rank.rank, fit) for rank in ranks for fit in rank.segments if len(rank.steps(fit))}
-    urgent = {one.rank for one in (verdict.first_divergence, *verdict.origins) if one is not None}
+    urgent = {site.rank for site in (verdict.first_divergence, *verdict.origins) if site}
     shown = sorted(sorted(fits, key=lambda fit: (fit[0] not in urgent, fit))[:MAX_MAPS])
     begun: set[int] = set()
-    return [_build_map(verdict, (reference, current), *fit, begun) for fit in shown], len(
-        fits
-    ) - len(shown)
+    maps = [_build_map(verdict, (reference, current), *fit, begun) for fit in shown]
+    return maps, len(fits) - len(maps)
 
 
 def _build_map(
     verdict: Verdict, runs: tuple[Run, Run], rank: int, segment: int, begun: set[int]
-) -> dict[str, Any]:
+) -> _Map:
     """Return the heat map of one fit; the rank is added to ``begun``,
     the ranks that differ already.
     """
@@ -101,48 +123,46 @@ def _build_map(
         return np.bincount([row_of[site.module] for site in sites], minlength=len(labels))
 
     totals = {identity: cells(sites) for identity, sites in programs.items()}
-    columns, outcomes = list[dict[str, Any]](), list[str]()
-    for step, program_id, outcome, found in _outcomes(*runs, rank, segment):
-        total, text, table, num_left_out = totals[program_id], outcome, None, 0
-        worst = np.minimum(total, int(outcome == "agree"))
-        if found is not None and outcome != "agree":
-            sites = [found.site(row) for row in found.rows.tolist()]
-            starts = _starting(verdict, found, sites, is_first=rank not in begun)
-            begun.add(rank)
-            starting = list(compress(sites, starts))
-            worst = np.maximum.reduce(
-                [total > 0, 2 * (cells(sites) > 0), 3 * (cells(starting) > 0)]
-            )
-            text = f"{len(sites):,} of {count(int(total.sum()), 'site')} differ"
-            text += f", starting at {len(starting):,} of them" if starting else ""
-            if sum(one["sites"] is not None for one in columns) < MAX_STEPS:
-                # where it starts comes first
-                listed = sorted(np.argsort(~starts, kind="stable")[:MAX_SITES].tolist())
-                rows = [
-                    _site_row(found, int(found.rows[one]), starts=starts[one]) for one in listed
-                ]
-                table, num_left_out = Table(columns=_COLUMNS, rows=rows), len(sites) - len(listed)
-        states = "".join(_STATES[worst])
-        columns.append(
-            {
-                "step": step,
-                "text": text,
-                "states": states,
-                "sites": table,
-                "num_left_out": num_left_out,
-            }
-        )
+    columns, outcomes, num_listed = list[_Column](), list[str](), 0
+    for step, program_id, outcome, difference in _outcomes(*runs, rank, segment):
         outcomes.append(outcome)
+        total = totals[program_id]
+        if difference is None or outcome == "agree":
+            states = _STATES[np.minimum(total, int(outcome == "agree"))]
+            columns.append(_Column(step=step, text=outcome, states="".join(states)))
+            continue
+        sites = [difference.site(row) for row in difference.rows.tolist()]
+        starts = _starting(verdict, difference, sites, is_first=rank not in begun)
+        begun.add(rank)
+        starting = list(compress(sites, starts))
+        worst = np.maximum.reduce([total > 0, 2 * (cells(sites) > 0), 3 * (cells(starting) > 0)])
+        text = f"{len(sites):,} of {count(int(total.sum()), 'site')} differ"
+        if starting:
+            text += f", starting at {len(starting):,} of them"
+        table, num_left_out = None, 0
+        if num_listed < MAX_STEPS:
+            num_listed += 1
+            table, num_left_out = _table_of(difference, starts)
+        states = _STATES[worst]
+        columns.append(
+            _Column(
+                step=step,
+                text=text,
+                states="".join(states),
+                sites=table,
+                num_left_out=num_left_out,
+            )
+        )
     began = next((place for place, outcome in enumerate(outcomes) if outcome != "agree"), 0)
     since, numbers = max(0, min(began - NUM_BEFORE, len(columns) - MAX_COLUMNS)), Counter(outcomes)
-    return {
-        "name": f"Rank {rank}{f', segment {segment}' if segment else ''}",
-        "place": f"s{rank}-{segment}",  # in addresses
-        "text": ", ".join(f"{number:,} {outcome}" for outcome, number in numbers.items()),
-        "num_differing": numbers["differ"],
-        "labels": labels,
-        "columns": columns[since : since + MAX_COLUMNS],
-    }
+    return _Map(
+        name=f"Rank {rank}{f', segment {segment}' if segment else ''}",
+        place=f"s{rank}-{segment}",
+        text=", ".join(f"{number:,} {outcome}" for outcome, number in numbers.items()),
+        num_differing=numbers["differ"],
+        labels=labels,
+        columns=columns[since : since + MAX_COLUMNS],
+    )
 
 
 def _outcomes(
@@ -160,10 +180,8 @@ def _outcomes(
     reference_indices = {int(step): index for index, step in enumerate(reference_fit.steps)}
     current_indices = {int(step): index for index, step in enumerate(current_fit.steps)}
     for step in sorted({*reference_indices, *current_indices}):
-        reference_index, current_index = (
-            reference_indices.get(step, -1),
-            current_indices.get(step, -1),
-        )
+        reference_index = reference_indices.get(step, -1)
+        current_index = current_indices.get(step, -1)
         found = None
         if current_index < 0 and is_whole:
             outcome = "only in the reference"
@@ -209,6 +227,13 @@ def _starting(
 
 def _place(site: Site | Divergence) -> tuple[str, str, str, int, int]:
     return (site.phase, site.module, site.op, site.occurrence, site.output)
+
+
+def _table_of(step: StepDifference, starts: np.ndarray) -> tuple[Table, int]:
+    """Return the differing sites, where it starts first, and how many the table lacks."""
+    listed = sorted(np.argsort(~starts, kind="stable")[:MAX_SITES].tolist())
+    rows = [_site_row(step, int(step.rows[place]), starts=starts[place]) for place in listed]
+    return Table(columns=_COLUMNS, rows=rows), len(starts) - len(listed)
 
 
 def _site_row(step: StepDifference, row: int, *, starts: bool) -> tuple[object, ...]:

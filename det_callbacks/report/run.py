@@ -13,7 +13,7 @@ from det_callbacks.digest.host import format_digest
 from det_callbacks.errors import ReferenceFormatError
 from det_callbacks.findings.table import find_findings
 from det_callbacks.report.console import Section, Table
-from det_callbacks.report.numerics import nonfinite_sentence
+from det_callbacks.report.numerics import nonfinite_sentence, output_text
 from det_callbacks.runs.metrics import read_metrics
 from det_callbacks.runs.program import (
     Program,
@@ -25,7 +25,7 @@ from det_callbacks.runs.program import (
 )
 from det_callbacks.runs.store import RankRun, Run
 from det_callbacks.text import at_most, count, listed
-from det_callbacks.verdict import Coverage, Divergence, Finding, as_json
+from det_callbacks.verdict import Coverage, Finding, as_json
 
 HEAD = 10  # rows shown from either end of a long table
 
@@ -164,12 +164,6 @@ def ops_text(counts: Program | Coverage) -> str:
     return f"{count(counts.ops_seen, 'op')} seen, {counts.ops_digested:,} digested{skipped}"
 
 
-def output_text(site: Site | Divergence) -> str:
-    """Return "aten.mm.default#3 output 1"."""
-    output = f" output {site.output}" if site.output else ""
-    return f"{site.op}#{site.occurrence}{output}"
-
-
 def describe_site(site: Site) -> str:
     """Return "aten.mm.default#3", "input net.head.weight"."""
     if site.op:
@@ -226,12 +220,10 @@ def findings_line(path: Path, *, shown: Path) -> str:
         findings = find_findings(Run.open(path, check_steps=False))
     except ReferenceFormatError as error:  # the recording itself is complete
         return f"det_callbacks: findings cannot be read: {error} See {command}"
-    words = listed((one.finding for one in findings), limit=len(findings))
-    return (
-        f"det_callbacks: {count(len(findings), 'finding')}: {words}; see {command}"
-        if findings
-        else ""
-    )
+    if not findings:
+        return ""
+    words = listed((entry.finding for entry in findings), limit=len(findings))
+    return f"det_callbacks: {count(len(findings), 'finding')}: {words}; see {command}"
 
 
 def _shown(numbers: Sequence[int]) -> str:

@@ -95,12 +95,11 @@ def explain_match(tally: Tally, *, num_ranks: int, unrecorded: Sequence[str] = (
     """Return how much matches, and what else of the run was not compared;
     "" if nothing was compared.
     """
-    sites = (
-        [f"{count(tally.num_sites, 'site')} of {count(tally.num_steps, 'step')}"]
-        if tally.num_sites
-        else []
-    )
-    found = [*sites, *([count(tally.num_metrics, "metric")] if tally.num_metrics else [])]
+    found = []
+    if tally.num_sites:
+        found.append(f"{count(tally.num_sites, 'site')} of {count(tally.num_steps, 'step')}")
+    if tally.num_metrics:
+        found.append(count(tally.num_metrics, "metric"))
     ranks = f" of {num_ranks} ranks" if num_ranks > 1 else ""
     if not found:
         return ""

@@ -10,10 +10,10 @@ from typing import Any
 from det_callbacks.causes.frameworks import RESTORED_BY
 from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError
 from det_callbacks.report.console import STYLES, Section, Table, to_text
-from det_callbacks.report.numerics import numerics_report
-from det_callbacks.report.run import findings_report, ops_text, output_text
+from det_callbacks.report.numerics import numerics_report, output_text
+from det_callbacks.report.run import findings_report, ops_text
+from det_callbacks.runs.source_text import first_line
 from det_callbacks.runs.store import Run
-from det_callbacks.runs.tables import first_line
 from det_callbacks.text import count, listed
 from det_callbacks.verdict import (
     MAX_ORIGINS,
@@ -70,20 +70,6 @@ def headline(verdict: Verdict) -> str:
     return f"{head} {verdict.cause}: {what} ({place})"
 
 
-def is_certain_change(verdict: Verdict) -> bool:
-    """Return whether the training certainly changed, even if the machine did too.
-
-    A different machine or version may change the bits of an op and which ops run, but no setting,
-    no shape of a batch or a weight, and no number of steps.
-    """
-    first = verdict.first_divergence
-    has_other_choice = any(one.changes_bits and not one.is_machine for one in verdict.environment)
-    if first is None or has_other_choice:
-        return has_other_choice
-    is_given_or_a_step = not first.op and first.phase in ("state", "data", "other")
-    return is_given_or_a_step and first.kind in ("structure", "missing", "extra")
-
-
 def verdict_of_rank(verdict: Verdict, *, rank: int, world_size: int) -> str:
     """Return the verdict as rank 0 prints it, or one line on the other ranks."""
     if rank == 0:
@@ -123,9 +109,9 @@ def head_report(verdict: Verdict) -> list[Section]:
     if verdict.resume is not None:
         title = f"Resumed at step {verdict.resume.step} ({verdict.resume.how})"
         report.append(Section(title=title, table=resume_table(verdict.resume)))
-    return (
-        [*report, Section(title="Evidence", items=verdict.evidence)] if verdict.evidence else report
-    )
+    if verdict.evidence:
+        report.append(Section(title="Evidence", items=verdict.evidence))
+    return report
 
 
 _STATES: Mapping[Restored, str] = {"exchanged": "of another parameter", "reseeded": "seeded again"}
@@ -146,19 +132,19 @@ def resume_table(resume: Resume) -> Table:
             rows.append((part, _state_text(state, resume.of_step.get(part)), todo))
         elif part == "optimizer":
             names = defaultdict[Restored, list[str]](list)
-            for name, one in state.items():
-                names[one].append(name)
+            for name, of_name in state.items():
+                names[of_name].append(name)
             texts = [
-                f"{listed(names[one])} {_state_text(one)}"
-                for one in sorted(names, key="restored".__eq__)
+                f"{listed(names[word])} {_state_text(word)}"
+                for word in sorted(names, key="restored".__eq__)
             ]
             text = "; ".join(texts) if len(names) > 1 else _state_text(next(iter(names)))
             rows.append((part, text, _IN_ORDER if "exchanged" in names else todo))
         else:
             kind = "generator " if part == "generators" else ""
             rows += [
-                (f"{kind}{name}", _state_text(one, resume.of_step.get(name)), todo)
-                for name, one in state.items()
+                (f"{kind}{name}", _state_text(of_name, resume.of_step.get(name)), todo)
+                for name, of_name in state.items()
             ]
     rows.sort(key=lambda row: row[1] == "restored")
     shown = [(name, state, "" if state == "restored" else todo) for name, state, todo in rows]
@@ -173,13 +159,13 @@ def trail_table(trail: Sequence[TrailEntry]) -> Table:
     """Return a row for each entry; a digest says no more than that bits differ."""
     rows = [
         (
-            one.kind,
-            one.name if one.proven else f"{one.name} (may)",
-            str(one.step),
-            one.moment,
-            *(_value(one, value) for value in (one.reference, one.current)),
+            entry.kind,
+            entry.name if entry.proven else f"{entry.name} (may)",
+            str(entry.step),
+            entry.moment,
+            *(_value(entry, value) for value in (entry.reference, entry.current)),
         )
-        for one in trail
+        for entry in trail
     ]
     return Table(columns=("what", "name", "step", "moment", "reference", "current"), rows=rows)
 
@@ -201,44 +187,38 @@ def details_report(verdict: Verdict, *, lists_all: bool) -> list[Section]:
         report.append(
             Section(title="First divergence", facts=_facts(first), code=_source_text(verdict))
         )
-    measured = next(
-        (one for one in (first, *origins) if one is not None and one.numbers is not None), None
-    )
-    if measured is not None and measured.numbers is not None:
-        facts = (
-            []
-            if measured == first
-            else [("op", f"{_call(measured)} in {measured.module or 'no submodule'}")]
-        )
-        facts += (
-            [("", f"cannot be measured: {measured.numbers.problem}")]
-            if measured.numbers.problem
-            else []
-        )
-        facts += [(tensor.tensor, _how_much(tensor)) for tensor in measured.numbers.output]
-        report.append(Section(title="By how much", facts=facts))
+    for site in (first, *origins):
+        if site is not None and site.numbers is not None:
+            facts = []
+            if site != first:
+                facts.append(("op", f"{_call(site)} in {site.module or 'no submodule'}"))
+            if site.numbers.problem:
+                facts.append(("", f"cannot be measured: {site.numbers.problem}"))
+            facts += [(tensor.tensor, _how_much(tensor)) for tensor in site.numbers.output]
+            report.append(Section(title="By how much", facts=facts))
+            break
     if origins:
         which = f"the first {MAX_ORIGINS}, " if len(origins) >= MAX_ORIGINS else ""
         title = f"Origins ({which}differing, though nothing they read differs)"
-        report.append(
-            Section(
-                title=title,
-                table=_every_origin(origins) if lists_all else _origins_by_kind(origins),
-            )
-        )
+        every = Table(columns=_ORIGIN_COLUMNS, rows=[*map(_origin_row, origins)])
+        report.append(Section(title=title, table=every if lists_all else _by_kind(origins)))
     if verdict.environment:
         report.append(
             Section(title="Environment differences", table=environment_table(verdict.environment))
         )
     report += findings_report(verdict.findings)
     report.append(Section(title="Compared", items=_coverage(verdict)))
-    lines = next_lines(verdict)
-    return [*report, Section(title="Next", code=lines)] if lines else report
+    if lines := next_lines(verdict):
+        report.append(Section(title="Next", code=lines))
+    return report
 
 
 def environment_table(differences: Sequence[EnvironmentDifference]) -> Table:
     columns = ("name", "reference", "current", "kind", "can change bits")
-    rows = [(one.name, str(one.reference), str(one.current), *_kind(one)) for one in differences]
+    rows = [
+        (entry.name, str(entry.reference), str(entry.current), *_kind(entry))
+        for entry in differences
+    ]
     return Table(columns=columns, rows=rows)
 
 
@@ -305,19 +285,15 @@ def _source_text(verdict: Verdict) -> list[str]:
 _ORIGIN_COLUMNS = ("rank", "step", "phase", "module", "op", "name", "kind", "source")
 
 
-def _every_origin(origins: Sequence[Divergence]) -> Table:
-    return Table(columns=_ORIGIN_COLUMNS, rows=[_origin_row(one) for one in origins])
-
-
-def _origins_by_kind(origins: Sequence[Divergence]) -> Table:
+def _by_kind(origins: Sequence[Divergence]) -> Table:
     """Return the first origin of each kind: one op in one step,
     such as the update of each parameter.
     """
     groups: defaultdict[tuple[object, ...], list[Divergence]] = defaultdict(list)
-    for one in origins:
-        groups[one.rank, one.segment, one.step, one.phase, one.op, one.kind].append(one)
-    numbers = [len(alike) - 1 for alike in groups.values()]
-    rows = [_origin_row(alike[0]) for alike in groups.values()]
+    for site in origins:
+        groups[site.rank, site.segment, site.step, site.phase, site.op, site.kind].append(site)
+    numbers = [len(group) - 1 for group in groups.values()]
+    rows = [_origin_row(group[0]) for group in groups.values()]
     if not any(numbers):
         return Table(columns=_ORIGIN_COLUMNS, rows=rows, limit=PRINTED_ORIGINS)
     counted = [(*row, number or "") for row, number in zip(rows, numbers, strict=True)]
@@ -341,9 +317,8 @@ def _how_much(tensor: TensorNumbers) -> str:
     figures = {"absolute": tensor.max_absolute, "relative": tensor.max_relative}
     sizes = [] if tensor.max_ulps is None else [count(tensor.max_ulps, "ULP")]
     sizes += [f"{value:.3g} {name}" for name, value in figures.items() if value is not None]
-    parts += (
-        [f"by {'' if tensor.num_differing == 1 else 'up to '}{', '.join(sizes)}"] if sizes else []
-    )
+    if sizes:
+        parts.append(f"by {'' if tensor.num_differing == 1 else 'up to '}{', '.join(sizes)}")
     odd = ("a NaN", tensor.num_nan), ("an infinity", tensor.num_inf)
     parts += [f"{number:,} with {what}" for what, number in odd if number]
     if tensor.first is not None and tensor.first_values is not None:
@@ -367,14 +342,13 @@ def _coverage(verdict: Verdict) -> list[str]:
         f"{count(counts.steps_compared, 'step')}{span} of {count(coverage.ranks, 'rank')}, "
         f"{count(counts.sites_compared, 'site')}, {counts.sites_differing:,} differing"
     ]
-    lines += [count(coverage.metrics, "metric")] if coverage.metrics else []
+    if coverage.metrics:
+        lines.append(count(coverage.metrics, "metric"))
     lines.append(ops_text(coverage))
-    lines += (
-        [f"seen only from outside: {', '.join(coverage.opaque_regions)}"]
-        if coverage.opaque_regions
-        else []
-    )
-    lines += [f"followed torch's optimizers: {coverage.followed}"] if coverage.followed else []
+    if coverage.opaque_regions:
+        lines.append(f"seen only from outside: {', '.join(coverage.opaque_regions)}")
+    if coverage.followed:
+        lines.append(f"followed torch's optimizers: {coverage.followed}")
     lines += [f"not seen: {text}" for text in coverage.lost]
     return lines + [
         f"replayed: {name}: {count(replayed['count'], 'tensor')} restored, "
@@ -398,17 +372,12 @@ def next_lines(verdict: Verdict) -> Sequence[str]:
     paths = dict.fromkeys((verdict.reference, verdict.current))
     if first.phase == "other" and not first.op:  # a step that only one run has
         paths = dict.fromkeys([verdict.reference if first.kind == "missing" else verdict.current])
-    shown = [" ".join(["det-callbacks show", shlex.quote(path), *step]) for path in paths]
-    find = (
-        []
-        if verdict.find_command is None
-        else [f"to find the op and the numbers in one go: {verdict.find_command}"]
-    )
-    return [
-        *shown,
-        *find,
-        *([] if verdict.record_next is None else _record_next(verdict.record_next)),
-    ]
+    lines = [" ".join(["det-callbacks show", shlex.quote(path), *step]) for path in paths]
+    if verdict.find_command is not None:
+        lines.append(f"to find the op and the numbers in one go: {verdict.find_command}")
+    if verdict.record_next is not None:
+        lines += _record_next(verdict.record_next)
+    return lines
 
 
 def _record_next(arguments: Mapping[str, Any]) -> list[str]:

@@ -14,10 +14,9 @@ import os
 import re
 import stat
 import uuid
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, Literal, Self, TypeVar
 
 import msgspec
@@ -26,7 +25,7 @@ import pyarrow as pa
 from det_callbacks.digest.host import digest_bytes, format_digest
 from det_callbacks.errors import ReferenceFormatError, WriteError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 2  # 1: a site had one name; 2: it has subject, of and part
 
 MANIFEST = "run.json"
 PROGRAMS = "programs"
@@ -191,14 +190,23 @@ def stream_path(folder: Path, rank: int, attempt: int, segment: int) -> Path:
 Content = TypeVar("Content")
 
 
+def parse_file(path: Path, parse: Callable[[bytes], Content]) -> Content:
+    """Return the result of ``parse`` for a file's content; if it raises one of ``READ_ERRORS``,
+    the file is damaged.
+    """
+    try:
+        return parse(read_file(path))
+    except ReferenceFormatError:  # of another file that parse reads, or of a version
+        raise
+    except READ_ERRORS as error:
+        raise damaged(path, error) from error
+
+
 def read_json(path: Path, kind: type[Content]) -> Content:
     """Return the content of a JSON file; raise ReferenceFormatError,
     which names a field of the wrong type.
     """
-    try:
-        return msgspec.json.decode(read_file(path), type=kind)
-    except READ_ERRORS as error:
-        raise damaged(path, error) from error
+    return parse_file(path, msgspec.json.Decoder(kind).decode)
 
 
 class _Sealed(msgspec.Struct):
@@ -317,11 +325,6 @@ class AppendedFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with writing(self._path):  # a network file system may only now report a full disk
             self._file.close()

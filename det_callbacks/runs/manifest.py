@@ -17,9 +17,7 @@ from det_callbacks.errors import ReferenceFormatError, ReferenceNotFoundError
 from det_callbacks.runs.files import (
     FORMAT_VERSION,
     MANIFEST,
-    READ_ERRORS,
-    damaged,
-    read_json,
+    parse_file,
     replace_atomically,
 )
 from det_callbacks.runs.selection import Selection
@@ -307,13 +305,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise ReferenceNotFoundError(
             f"There is no run in {folder}: it has no {MANIFEST}; {hint}.", str(folder)
         )
-    content = read_json(path, dict[str, Any])
-    try:
-        return _manifest_of(content, path)
-    except ReferenceFormatError:
-        raise
-    except READ_ERRORS as error:
-        raise damaged(path, error) from error
+    decode = msgspec.json.Decoder(dict[str, Any]).decode
+    return parse_file(path, lambda content: _manifest_of(decode(content), path))
 
 
 def _manifest_of(content: dict[str, Any], path: Path) -> Manifest:

@@ -29,8 +29,8 @@ from det_callbacks.runs.lock import FolderLock
 from det_callbacks.runs.manifest import Manifest, Purpose, has_failed, read_manifest
 from det_callbacks.runs.program import Layout, Program, StepRecord, StepView
 from det_callbacks.runs.replacement import finish_replacing, our_files, remove, settle
+from det_callbacks.runs.source_text import read_source_text
 from det_callbacks.runs.steps import Fit, StreamFile, make_fit
-from det_callbacks.runs.tables import read_source_text
 
 _CACHED = 64
 _EMPTY = make_fit()

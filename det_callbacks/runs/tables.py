@@ -1,11 +1,11 @@
-"""What a run writes once: its programs, their sites, layouts, and the text of source lines."""
+"""What a run writes once: its programs, their sites and layouts, as tables."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from det_callbacks.digest.host import digest_bytes, format_digest
-from det_callbacks.errors import ReferenceFormatError, WriteError
+from det_callbacks.errors import WriteError
 from det_callbacks.runs.files import (
     FORMAT_VERSION,
     LAYOUTS,
@@ -21,12 +21,8 @@ from det_callbacks.runs.files import (
     MAX_ROWS,
     MAX_VALUES,
     PROGRAMS,
-    READ_ERRORS,
     SITES,
-    SOURCES,
-    damaged,
-    make_folder,
-    read_file,
+    parse_file,
     replace_atomically,
     require_at_most,
     table_name,
@@ -40,28 +36,44 @@ from det_callbacks.runs.program import (
     TensorLayout,
     entry_digest,
     layout_id,
-    without_surrogates,
 )
 
 PROGRAM_SCHEMA = pa.schema(
-    {"position": pa.int32(), "site": pa.uint64(), "inputs": pa.list_(pa.int32())}
+    {
+        "position": pa.int32(),
+        "site": pa.uint64(),
+        "inputs": pa.list_(pa.int32()),
+    }
 )
 SITE_SCHEMA = pa.schema(
     {
-        **{"position": pa.int32(), "site": pa.uint64()},
-        **dict.fromkeys(("phase", "module", "op"), pa.string()),
+        "position": pa.int32(),
+        "site": pa.uint64(),
+        "phase": pa.string(),
+        "module": pa.string(),
+        "op": pa.string(),
         "output": pa.int32(),
-        **dict.fromkeys(("role", "subject", "of", "part", "arguments"), pa.string()),
+        "role": pa.string(),
+        "subject": pa.string(),
+        "of": pa.string(),
+        "part": pa.string(),
+        "arguments": pa.string(),
         "varying": pa.list_(pa.string()),
-        **{"recomputed": pa.bool_(), "source": pa.list_(pa.string())},
-        **{"eager_op": pa.string(), "eager_line": pa.string()},
-        **{"eager_call": pa.int32(), "eager_calls": pa.int32(), "choice": pa.string()},
+        "recomputed": pa.bool_(),
+        "source": pa.list_(pa.string()),
+        "eager_op": pa.string(),
+        "eager_line": pa.string(),
+        "eager_call": pa.int32(),
+        "eager_calls": pa.int32(),
+        "choice": pa.string(),
     }
 )
 LAYOUT_SCHEMA = pa.schema(
     {
-        **{"position": pa.int32(), "dtype": pa.string()},
-        **dict.fromkeys(("shape", "stride"), pa.list_(pa.int64())),
+        "position": pa.int32(),
+        "dtype": pa.string(),
+        "shape": pa.list_(pa.int64()),
+        "stride": pa.list_(pa.int64()),
         "detail": pa.string(),
     }
 )
@@ -72,13 +84,6 @@ two runs that are compared have the same ones.
 """
 
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / the golden ratio, as in Fibonacci hashing
-
-_Parsed = TypeVar("_Parsed")
-
-FUSED = "fused: "
-"""Begins the source of a kernel that computes several ops: "fused: gelu
-(model.py:12), add (model.py:13)".
-"""
 
 
 def write_sites(folder: Path, rows: Sequence[SiteRow]) -> None:
@@ -117,6 +122,50 @@ def write_layout(folder: Path, layout: Layout) -> None:
         _write_table(path, LAYOUT_SCHEMA, columns)
 
 
+def _write_table(path: Path, schema: pa.Schema, columns: dict[str, Any], **metadata: str) -> None:
+    num_rows = len(next(iter(columns.values())))
+    schema = schema.with_metadata({**metadata, "format_version": str(FORMAT_VERSION)})
+    table = pa.table({**columns, "position": list(range(num_rows))}, schema=schema)
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd")
+    content = sink.getvalue()
+    try:
+        _check_footer(pq.ParquetFile(pa.BufferReader(content)).metadata)
+        texts = (
+            column.nbytes
+            for column in table.columns
+            if column.type in (pa.string(), pa.list_(pa.string()))
+        )
+        require_at_most(MAX_BYTES, sum(texts), "bytes of text")
+    except ValueError as error:
+        text = (
+            f"Cannot write {path}: {error}. Record less of a step (level, modules, phases), or "
+            "make steps shorter."
+        )
+        raise WriteError(text, str(path)) from error
+    replace_atomically(path, content.to_pybytes())
+
+
+def _counts_digest(sites: np.ndarray, counts: Mapping[str, Any]) -> str:
+    content = sites.astype("<u8").tobytes() + json.dumps(counts, sort_keys=True).encode()
+    return format_digest(digest_bytes(content))
+
+
+def _check_footer(footer: pq.FileMetaData) -> None:
+    """Raise ValueError for more than a run has: a few compressed bytes may
+    stand for any number of rows.
+    """
+    groups = [footer.row_group(index) for index in range(footer.num_row_groups)]
+    columns = [group.column(index) for group in groups for index in range(group.num_columns)]
+    sizes: dict[str, tuple[int, list[int]]] = {
+        "rows": (MAX_ROWS, [max(footer.num_rows, sum(group.num_rows for group in groups))]),
+        "values": (MAX_VALUES, [column.num_values for column in columns]),
+        "bytes": (MAX_BYTES, [column.total_uncompressed_size for column in columns]),
+    }
+    for what, (limit, numbers) in sizes.items():
+        require_at_most(limit, sum(numbers), what)
+
+
 class SiteTable:
     """The sites of a run's programs by id; reads new files when it meets an unknown id."""
 
@@ -152,7 +201,7 @@ def _read_sites(path: Path) -> list[SiteRow]:
             raise ValueError("the arguments of a site are no JSON object")
         return rows
 
-    return _parse_file(path, parse)
+    return parse_file(path, parse)
 
 
 def read_program(folder: Path, sites: SiteTable, identity: int) -> Program:
@@ -183,7 +232,7 @@ def read_program(folder: Path, sites: SiteTable, identity: int) -> Program:
             raise ValueError("its content does not match the id in its name")
         return program
 
-    return _parse_file(table_path(folder, PROGRAMS, identity), parse)
+    return parse_file(table_path(folder, PROGRAMS, identity), parse)
 
 
 class _Counts(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -232,7 +281,7 @@ def read_layout(folder: Path, identity: int) -> Layout:
             raise ValueError("its content does not match the id in its name")
         return layout
 
-    return _parse_file(table_path(folder, LAYOUTS, identity), parse)
+    return parse_file(table_path(folder, LAYOUTS, identity), parse)
 
 
 @lru_cache(_NUM_CACHED_FILES)
@@ -287,42 +336,6 @@ def _mixed(values: np.ndarray, places: np.ndarray) -> np.ndarray:
     return mixed
 
 
-def _write_table(path: Path, schema: pa.Schema, columns: dict[str, Any], **metadata: str) -> None:
-    num_rows = len(next(iter(columns.values())))
-    schema = schema.with_metadata({**metadata, "format_version": str(FORMAT_VERSION)})
-    table = pa.table({**columns, "position": list(range(num_rows))}, schema=schema)
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd")
-    content = sink.getvalue()
-    try:
-        _check_footer(pq.ParquetFile(pa.BufferReader(content)).metadata)
-        texts = (
-            column.nbytes
-            for column in table.columns
-            if column.type in (pa.string(), pa.list_(pa.string()))
-        )
-        require_at_most(MAX_BYTES, sum(texts), "bytes of text")
-    except ValueError as error:
-        text = (
-            f"Cannot write {path}: {error}. Record less of a step (level, modules, phases), or "
-            "make steps shorter."
-        )
-        raise WriteError(text, str(path)) from error
-    replace_atomically(path, content.to_pybytes())
-
-
-def _parse_file(path: Path, parse: Callable[[bytes], _Parsed]) -> _Parsed:
-    """Return the result of ``parse`` for a file's content; ``parse`` raises
-    ValueError if the content is wrong.
-    """
-    try:
-        return parse(read_file(path))
-    except ReferenceFormatError:  # from another file, which ``parse`` reads
-        raise
-    except READ_ERRORS as error:
-        raise damaged(path, error) from error
-
-
 def _table_of(content: bytes, schema: pa.Schema) -> pa.Table:
     """Return the columns of a table but ``position``; raise ValueError if it is not a
     whole one of this version.
@@ -355,21 +368,6 @@ def _with_indices(schema: pa.Schema) -> pa.Schema:
     return pa.schema([(field.name, types.get(field.type, field.type)) for field in schema])
 
 
-def _check_footer(footer: pq.FileMetaData) -> None:
-    """Raise ValueError for more than a run has: a few compressed bytes may
-    stand for any number of rows.
-    """
-    groups = [footer.row_group(index) for index in range(footer.num_row_groups)]
-    columns = [group.column(index) for group in groups for index in range(group.num_columns)]
-    sizes: dict[str, tuple[int, list[int]]] = {
-        "rows": (MAX_ROWS, [max(footer.num_rows, sum(group.num_rows for group in groups))]),
-        "values": (MAX_VALUES, [column.num_values for column in columns]),
-        "bytes": (MAX_BYTES, [column.total_uncompressed_size for column in columns]),
-    }
-    for what, (limit, numbers) in sizes.items():
-        require_at_most(limit, sum(numbers), what)
-
-
 def _num_bytes_of_text(column: pa.ChunkedArray) -> int:
     total = 0
     for chunk in column.chunks:
@@ -381,48 +379,3 @@ def _num_bytes_of_text(column: pa.ChunkedArray) -> int:
             ]
             total += int(np.diff(ends)[values.indices.drop_null().to_numpy()].sum(dtype=np.int64))
     return total
-
-
-def _counts_digest(sites: np.ndarray, counts: Mapping[str, Any]) -> str:
-    content = sites.astype("<u8").tobytes() + json.dumps(counts, sort_keys=True).encode()
-    return format_digest(digest_bytes(content))
-
-
-def write_source_text(folder: Path, text: Mapping[str, Sequence[str]]) -> None:
-    """Write the text of source lines: "train.py:41" -> the lines 40, 41 and 42."""
-    content = msgspec.json.encode(
-        {without_surrogates(place): lines for place, lines in text.items()}, order="sorted"
-    )
-    path = folder / SOURCES / f"{format_digest(digest_bytes(content))}.json"
-    if not path.exists():
-        make_folder(path.parent)
-        replace_atomically(path, content)
-
-
-def read_source_text(folder: Path) -> dict[str, tuple[str, ...]]:
-    """Return the text of source lines, except lines that changed between attempts."""
-    texts: dict[str, set[tuple[str, ...]]] = {}
-    for path in sorted((folder / SOURCES).glob("*.json")):
-        try:
-            content = read_file(path)
-            text = msgspec.json.decode(content, type=dict[str, tuple[str, ...]])
-            if path.stem != format_digest(digest_bytes(content)):
-                raise ValueError("its content does not match the digest in its name")
-            if not all(place.rpartition(":")[2].isdecimal() for place in text):
-                raise ValueError("a place in it has no line number")
-        except READ_ERRORS as error:
-            raise damaged(path, error) from error
-        for place, lines in text.items():
-            texts.setdefault(place, set()).add(lines)
-    return {place: lines.pop() for place, lines in texts.items() if len(lines) == 1}
-
-
-def first_line(source: Sequence[str]) -> str:
-    """Return the first source line of a site that is one line; "" if there is none."""
-    return next((line for line in source if not line.startswith(FUSED)), "")
-
-
-def place_and_function(line: str) -> tuple[str, str]:
-    """Return the parts of a source line: "train.py:41" and "forward"; "" for what it lacks."""
-    place, _, function = line.rpartition(" in ")
-    return place, function

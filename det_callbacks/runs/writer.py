@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from det_callbacks.errors import ReferenceNotFoundError, RunExistsError, SelectionError, WriteError
-from det_callbacks.runs import files, tables
+from det_callbacks.runs import tables
 from det_callbacks.runs.evidence import (
     EvidenceRow,
     EvidenceWriter,
@@ -21,12 +21,19 @@ from det_callbacks.runs.evidence import (
 )
 from det_callbacks.runs.files import (
     ANOTHER_FOLDER,
+    LAYOUTS,
     MANIFEST,
+    NONDETERMINISTIC_FILE,
+    PROGRAMS,
     REPLACEMENT,
+    SITES,
+    SOURCES,
     AppendedFile,
     make_folder,
+    rank_folder,
     read_file,
     replace_atomically,
+    stream_path,
     writing,
 )
 from det_callbacks.runs.lock import FolderLock
@@ -52,9 +59,9 @@ from det_callbacks.runs.replacement import (
     wait_to_replace,
 )
 from det_callbacks.runs.selection import Selection
+from det_callbacks.runs.source_text import write_source_text
 from det_callbacks.runs.steps import END_OF_STREAM, encode_header, encode_step
 from det_callbacks.runs.store import Run, make_room, remove_run
-from det_callbacks.runs.tables import write_source_text
 
 
 class RunWriter:
@@ -75,26 +82,28 @@ class RunWriter:
         lock: FolderLock | None = None,
     ) -> None:
         self.path = path
-        self._lock = lock  # None on other ranks
-        self.segment = segment  # the current fit
-        self._peers = peers
         self.manifest = manifest
+        self.segment = segment  # the current fit
+        self.earlier: Run | None = None  # the run before this attempt
+        # whether it is complete, and may take the place of the run that it replaces
+        self.is_waiting = False
+        self._replaced_manifest = b""  # bytes of run.json in the run that it waits to replace
+        self._peers = peers
+        self._lock = lock  # None on other ranks
         self._attempt = attempt
+        # what the folder holds already: programs and layouts with their number of sites
         self._programs: dict[int, int] = {}
         self._layouts: dict[int, int] = {}
         self._sites: set[int] = set()
         self._places: set[str] = set()
+        # the current fit
         self._last_step = -1
         self._chain: int | None = 0 if not attempt else None
         self._file: AppendedFile | None = None
         self._evidence: EvidenceWriter | None = None
+        self._values: dict[int, str] = {}
         self._metrics: AppendedFile | None = None
         self._num_uncounted = 0  # readings of metrics that run.json does not count yet
-        self._values: dict[int, str] = {}
-        self.earlier: Run | None = None  # the run before this attempt
-        self._earlier = b""  # run.json of the run that it waits to replace
-        # whether it is complete, and may take the place of the run that it replaces
-        self.is_waiting = False
         self._shared_before = self._shared
         try:
             self._open_stream(is_new=True)
@@ -115,7 +124,6 @@ class RunWriter:
     ) -> "RunWriter":
         """Start a new run; with ``overwrite``, it may replace an existing run: see ``close``."""
         path = Path(path)
-
         lock = FolderLock(path) if peers.rank == 0 else None
 
         def lead() -> list[str]:
@@ -167,9 +175,14 @@ class RunWriter:
             )
             peers.require_shared(path)
             attempts = run.manifest.attempts
-            manifest_now = replace(run.manifest, attempts=(*attempts, Attempt()))
-            place: dict[str, Any] = {"attempt": len(attempts), "segment": run.segments[-1]}
-            writer = cls(run.path, peers, manifest_now, **place, lock=lock)
+            writer = cls(
+                run.path,
+                peers,
+                replace(run.manifest, attempts=(*attempts, Attempt())),
+                attempt=len(attempts),
+                segment=run.segments[-1],
+                lock=lock,
+            )
         writer.earlier = run
         return writer
 
@@ -187,14 +200,13 @@ class RunWriter:
     def _streams(self) -> list[Path]:
         segments = range(self.manifest.attempts[-1].segments)
         return [
-            files.stream_path(self.path, self._peers.rank, self._attempt, segment)
-            for segment in segments
+            stream_path(self.path, self._peers.rank, self._attempt, segment) for segment in segments
         ]
 
     @property
     def _shared(self) -> set[Path]:
         """The existing files that all ranks and attempts share."""
-        kinds = (files.PROGRAMS, files.SITES, files.LAYOUTS, files.SOURCES)
+        kinds = (PROGRAMS, SITES, LAYOUTS, SOURCES)
         folders = [self.path / kind for kind in kinds]
         return {file for folder in folders for file in folder.glob("*")}
 
@@ -287,21 +299,11 @@ class RunWriter:
         if not was_held:
             self.release()
 
-    def _count_readings(self) -> None:
-        """Close the file of metrics, and count its new readings in the manifest."""
-        file, self._metrics = self._metrics, None
-        with file or nullcontext():
-            last = self.manifest.attempts[-1]
-            counts = [*last.readings, *[0] * (last.segments - len(last.readings))]
-            counts[-1] += self._num_uncounted
-            self._change_attempt(readings=tuple(counts))
-            self._num_uncounted = 0
-
     def put_nondeterministic_ops(self, ops: Sequence[NondeterministicOp]) -> None:
         """Write the ops without a deterministic implementation that this process
         has called so far.
         """
-        path = self.path / files.rank_folder(self._peers.rank) / files.NONDETERMINISTIC_FILE
+        path = self.path / rank_folder(self._peers.rank) / NONDETERMINISTIC_FILE
         try:
             replace_atomically(path, msgspec.json.encode(list(ops)))
         except WriteError as error:
@@ -380,6 +382,34 @@ class RunWriter:
         if self._lock is not None:
             self._lock.release()
 
+    def require_own(self) -> None:
+        """Raise RunExistsError if another process has changed the run: since it was
+        closed, or without locks.
+        """
+        try:
+            now = read_manifest(self.path)
+        except ReferenceNotFoundError:
+            now = None
+        if now is None or (now.run_id, now.attempts) != (
+            self.manifest.run_id,
+            self.manifest.attempts,
+        ):
+            raise RunExistsError(
+                f"Another process has replaced or continued {self.path}, which this one was "
+                "writing. If a script has several fits, start it again only after it has ended.",
+                str(self.path),
+            )
+
+    def discard(self) -> None:
+        """Discard this attempt and restore the folder, on all ranks unless it
+        is the first attempt.
+        """
+        self._close_files(complete=False)
+        try:
+            self._remove_attempt()
+        finally:
+            self.release()
+
     @property
     def _is_held(self) -> bool:
         return self._lock is None or self._lock.is_held
@@ -404,23 +434,15 @@ class RunWriter:
             self._lock.acquire(instead=ANOTHER_FOLDER[self.manifest.purpose])
             self.require_own()
 
-    def require_own(self) -> None:
-        """Raise RunExistsError if another process has changed the run: since it was
-        closed, or without locks.
-        """
-        try:
-            now = read_manifest(self.path)
-        except ReferenceNotFoundError:
-            now = None
-        if now is None or (now.run_id, now.attempts) != (
-            self.manifest.run_id,
-            self.manifest.attempts,
-        ):
-            raise RunExistsError(
-                f"Another process has replaced or continued {self.path}, which this one was "
-                "writing. If a script has several fits, start it again only after it has ended.",
-                str(self.path),
-            )
+    def _count_readings(self) -> None:
+        """Close the file of metrics, and count its new readings in the manifest."""
+        file, self._metrics = self._metrics, None
+        with file or nullcontext():
+            last = self.manifest.attempts[-1]
+            counts = [*last.readings, *[0] * (last.segments - len(last.readings))]
+            counts[-1] += self._num_uncounted
+            self._change_attempt(readings=tuple(counts))
+            self._num_uncounted = 0
 
     def _close_files(self, *, complete: bool) -> None:
         finished, self._file = self._file, None
@@ -436,7 +458,7 @@ class RunWriter:
             not loses_steps(self.path.parent) and Run.open(self.path, check_steps=False).is_complete
         )
         if is_whole:
-            self._earlier = _manifest_bytes(self.path.parent)
+            self._replaced_manifest = _manifest_bytes(self.path.parent)
             wait_to_replace(self.path.parent, self._replace)
         return is_whole
 
@@ -445,7 +467,7 @@ class RunWriter:
             return  # the program has removed it all
         try:
             self._take_lock()
-            if _manifest_bytes(self.path.parent) != self._earlier:
+            if _manifest_bytes(self.path.parent) != self._replaced_manifest:
                 raise RunExistsError(
                     f"Another process has changed the run in {self.path.parent} since this program "
                     "recorded its replacement, so it was left as it is. The new run is in "
@@ -457,21 +479,11 @@ class RunWriter:
             self.release()
         self.path, self.is_waiting = self.path.parent, False
 
-    def discard(self) -> None:
-        """Discard this attempt and restore the folder, on all ranks unless it
-        is the first attempt.
-        """
-        self._close_files(complete=False)
-        try:
-            self._remove_attempt()
-        finally:
-            self.release()
-
     def _remove_attempt(self) -> None:
         if not self._attempt:
             if self._peers.rank == 0:
                 remove_run(self.path)
-            elif not (self.path / files.MANIFEST).exists():
+            elif not (self.path / MANIFEST).exists():
                 # this rank may have written while rank 0 removed the run
                 shutil.rmtree(self.stream.parent, ignore_errors=True)
             return
@@ -504,7 +516,7 @@ class RunWriter:
         )
 
         def create_stream() -> None:
-            for folder in (files.PROGRAMS, files.SITES, files.LAYOUTS, path.parent.name):
+            for folder in (PROGRAMS, SITES, LAYOUTS, path.parent.name):
                 make_folder(self.path / folder)
             # existing files are from an attempt that was killed before run.json listed it
             if is_new:

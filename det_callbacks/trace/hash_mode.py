@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -12,10 +11,7 @@ from torch.optim import Optimizer
 from det_callbacks.digest.components import digest_tensors
 from det_callbacks.digest.unobserved import hidden
 from det_callbacks.errors import CoverageWarning, TraceError
-from det_callbacks.internals.torch import (
-    BUFFERS,
-    PARAMETERS,
-)
+from det_callbacks.internals.torch import BUFFERS, PARAMETERS
 from det_callbacks.runs.program import scalar_bits
 from det_callbacks.runs.selection import PHASES, Selection, as_names
 from det_callbacks.runs.steps import Expectation, StepTrace
@@ -75,7 +71,7 @@ class HashMode:
     ) -> None:
         names = as_names("modules", modules), as_names("phases", phases)
         selection = Selection(level=level, modules=names[0], phases=names[1], compiled=compiled)
-        self._open(model, selection, base_phase="forward")
+        self._initialise(model, selection, base_phase="forward")
 
     @classmethod
     def for_training(
@@ -85,11 +81,12 @@ class HashMode:
         and sets the phases.
         """
         mode = cls.__new__(cls)
-        cls._open(mode, model, selection, base_phase=base_phase)
+        cls._initialise(mode, model, selection, base_phase=base_phase)
         return mode
 
-    def _open(self, model: nn.Module | None, selection: Selection, *, base_phase: str) -> None:
-        """Initialise the mode; ``__init__`` and ``for_training`` share this."""
+    def _initialise(
+        self, model: nn.Module | None, selection: Selection, *, base_phase: str
+    ) -> None:
         self.selection = selection
         self.trace: StepTrace | None = None
         self.is_off = False
@@ -137,12 +134,7 @@ class HashMode:
         self.begin()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.finish()
         else:
@@ -265,14 +257,14 @@ class HashMode:
 
         def left_out(*args: Any, **kwargs: Any) -> Any:
             mode = self._listener.mode
-            if mode is None or mode.recorder is None:
+            if mode is None or not mode.is_on:
                 return function(*args, **kwargs)
-            recorder, mode.recorder = mode.recorder, None
+            mode.turn_off()
             try:
                 return function(*args, **kwargs)
             finally:
                 if self._listener.mode is mode:
-                    mode.recorder = recorder
+                    mode.turn_on()
 
         return left_out
 
@@ -280,12 +272,10 @@ class HashMode:
         """Record no ops until ``unpause`` or the end of the step:
         they belong to no training step.
         """
-        if self._listener.mode is not None:
-            self._listener.mode.recorder = None
+        self._listener.pause()
 
     def unpause(self) -> None:
-        if self._listener.mode is not None:
-            self._listener.mode.recorder = self.recorder
+        self._listener.unpause()
 
     def _leave(self) -> None:
         self.is_open = False

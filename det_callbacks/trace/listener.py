@@ -17,35 +17,21 @@ from det_callbacks.trace.recorder import Recorder
 class Interceptor(DispatchMode):
     """The dispatch mode that passes the ops of a thread, and of the autograd engine, to a recorder.
 
-    If no mode is below it, native code sees the ops first.
+    Native code sees the ops first, unless a mode is below this one, or the step is verified.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
-        self._recorder: Recorder | None = None
+        self._recorder = recorder
         self._has_modes_below = num_dispatch_modes() > 0
         # a mode below does not see the ops that native code runs
         self._native = None if self._has_modes_below else recorder.native
         self._is_entered = False
-        self.recorder = recorder
+        self.turn_on()
         self._captures = recorder.captures.captured
         self._running_regions = recorder.places.running_regions
         self._lock = recorder.step.lock
         self._plans, self._program = recorder.plans, recorder.plans.program
-
-    @property
-    def recorder(self) -> Recorder | None:
-        """The recorder that gets the ops, or None while they pass."""
-        return self._recorder
-
-    @recorder.setter
-    def recorder(self, recorder: Recorder | None) -> None:
-        if self._recorder is not None:
-            self._recorder.step.deferred.see_writes(False)
-        if recorder is not None:
-            recorder.step.deferred.see_writes(True)
-        self._recorder = recorder
-        self._share()
 
     @override
     def __enter__(self) -> "Interceptor":
@@ -65,17 +51,24 @@ class Interceptor(DispatchMode):
         if self._native is None:
             return
         self._native.close()
-        if self._is_entered and self._recorder is not None and not self._recorder.is_verifying:
+        if self._is_entered and self._is_on and not self._recorder.is_verifying:
             self._native.open(self)
 
     @property
     @override
     def is_on(self) -> bool:
-        return self._recorder is not None
+        return self._is_on
+
+    def turn_on(self) -> None:
+        self._is_on = True
+        self._recorder.step.deferred.see_writes(True)
+        self._share()
 
     @override
     def turn_off(self) -> None:
-        self.recorder = None
+        self._is_on = False
+        self._recorder.step.deferred.see_writes(False)
+        self._share()
 
     def __torch_dispatch__(
         self,
@@ -84,10 +77,9 @@ class Interceptor(DispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        recorder = self._recorder
-        if recorder is None:
+        if not self._is_on:
             return pass_on(func, args, kwargs or {})
-        plans = self._plans
+        recorder, plans = self._recorder, self._plans
         hidden = without_function_modes()
         with self._lock, hidden:
             self._program.hidden = hidden
@@ -120,6 +112,15 @@ class Listener:
         if sees_ops:
             self.mode = Interceptor(self._recorder)
             self.mode.__enter__()
+
+    def pause(self) -> None:
+        """Record no ops until ``unpause``; has no effect while closed."""
+        if self.mode is not None:
+            self.mode.turn_off()
+
+    def unpause(self) -> None:
+        if self.mode is not None:
+            self.mode.turn_on()
 
     def close(self) -> str | None:
         """Stop listening; return the class of a mode above ours, if any:
@@ -181,20 +182,17 @@ class OpRegion:
         self.depth = 0
         self._close()
 
-    def suspend(self) -> None:
-        """Record no ops in an open region until ``resume``: no step is under way."""
-        if self._listener.mode is not None:
-            self._listener.mode.recorder = None
+    def pause(self) -> None:
+        """Record no ops in an open region until ``unpause``: no step is under way."""
+        self._listener.pause()
 
-    def resume(self) -> None:
-        """Record ops again if a region is open."""
-        if self._listener.mode is not None:
-            self._listener.mode.recorder = self._recorder
+    def unpause(self) -> None:
+        self._listener.unpause()
 
     def _close(self) -> None:
         if self._listener.mode is None:
             return
-        self.suspend()
+        self.pause()
         self._recorder.forget_writers()
         if self._listener.close() is not None:
             warnings.warn(

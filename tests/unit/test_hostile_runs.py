@@ -51,8 +51,8 @@ from det_callbacks.runs.lock import FolderLock
 from det_callbacks.runs.manifest import read_manifest, write_manifest
 from det_callbacks.runs.metrics import Metric, Reading
 from det_callbacks.runs.program import Layout, Program, Site, TensorLayout
+from det_callbacks.runs.source_text import write_source_text
 from det_callbacks.runs.store import Run
-from det_callbacks.runs.tables import write_source_text
 from det_callbacks.runs.writer import RunWriter
 from det_callbacks.tensors.files import (
     KEPT,

@@ -24,8 +24,8 @@ from det_callbacks.runs.manifest import Manifest, _digest, read_manifest, write_
 from det_callbacks.runs.program import Layout, Program, SiteRow, TensorLayout
 from det_callbacks.runs.replacement import put_in_place
 from det_callbacks.runs.selection import Selection
+from det_callbacks.runs.source_text import write_source_text
 from det_callbacks.runs.store import Run, make_room
-from det_callbacks.runs.tables import write_source_text
 from det_callbacks.verdict import as_json
 
 

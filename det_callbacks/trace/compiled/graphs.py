@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from det_callbacks.digest.host import digest_bytes
 from det_callbacks.internals.dynamo import GRAPH_MEMBER, GRAPH_SOURCE
 from det_callbacks.runs.program import REGION
-from det_callbacks.runs.tables import FUSED
+from det_callbacks.runs.source_text import FUSED
 from det_callbacks.trace.source import RESUMED, line_of_trace
 
 _TORCH = str(Path(torch.__file__).parent)
