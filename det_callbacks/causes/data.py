@@ -48,9 +48,8 @@ _TODO: Mapping[DataChange, str] = {
 }
 _CALLED = (
     "No DataLoader gave the batch: it is what the model was first called with. The recorded "
-    "generators match, so check which call of the model comes first, what the code keeps from "
-    "earlier steps, and what was not recorded (a separate generator, such as "
-    "numpy.random.default_rng() without a seed, the order of a set, an environment, a file)"
+    "generators match, so check which call comes first, what is kept from earlier steps, and what "
+    "was not recorded (a separate generator without a seed, the order of a set, a file)"
 )
 _HOOKS = " (on_before_batch_transfer and on_after_batch_transfer)"
 _SHUFFLE = (
