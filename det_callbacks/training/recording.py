@@ -283,6 +283,8 @@ class Recording(TracedSession):
         self.add_packages()
         self._note_recorder()
         self._complete()
+        # what another rank has not closed has no findings yet
+        self.peers.run_on_all(lambda: None, task=f"closing their streams in {self.path}")
         kept = [rank.kept for rank in ranks if rank.kept is not None]
         self._print_once(
             closing_lines.recorded_line(

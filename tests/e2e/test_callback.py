@@ -373,7 +373,7 @@ def test_modes_below_and_above_change_nothing_and_one_left_open_is_no_match(tmp_
     # it is not ours to close; ours lies below it, turned off, until it is
     above.__exit__(None, None, None)
     for left in reversed(_get_current_dispatch_mode_stack()):
-        assert left.recorder is None
+        assert not left.is_on
         left.__exit__(None, None, None)
     assert "training_step" not in vars(fit.trainer.strategy)
 

@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import lightning.pytorch as pl
@@ -62,6 +63,7 @@ from det_callbacks.cli import main
 from det_callbacks.findings.fit_summary import fits_of
 from det_callbacks.findings.table import RULES, find_findings
 from det_callbacks.runs.store import Run
+from det_callbacks.runs.writer import RunWriter
 from det_callbacks.verdict import Finding, Verdict
 
 pytestmark = [
@@ -370,6 +372,21 @@ class NeverAverages(Plain):
         self.trainer.strategy.model.require_backward_grad_sync = False
 
 
+class ClosesLate(NeverAverages):
+    """Rank 1, whose process this is alone, ends its files after the other rank."""
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self.global_rank == 1:
+            close = RunWriter._close_files
+
+            def close_late(writer: RunWriter, *, complete: bool) -> None:
+                sleep(1)
+                close(writer, complete=complete)
+
+            RunWriter._close_files = close_late
+
+
 RANKS: Mapping[str, tuple[dict[str, Any], list[str], str, str]] = {
     "equal batches": (
         {"model": Plain, "use_distributed_sampler": False},
@@ -389,6 +406,12 @@ RANKS: Mapping[str, tuple[dict[str, Any], list[str], str, str]] = {
         "unequal_replicas",
         "first.weight",
     ),
+    "one rank closes its files late": (
+        {"model": ClosesLate},
+        ["first.weight"],
+        "unequal_replicas",
+        "first.weight",
+    ),
     "innocent": ({"model": SeedsRanks}, [], "", ""),
 }
 EXAMPLES_OF_RANKS = {"equal batches", "gradients are never averaged"}
@@ -401,7 +424,8 @@ def test_what_ranks_do_is_found(name, tmp_path):
     ended = run_training("record", tmp_path, level="state", batches=8, **options)
     found = findings_in(tmp_path / "run")
     line = f"1 finding: {word}; see det-callbacks findings"
-    assert [one.output.count(line) for one in ended] == [int(bool(word)), 0]
+    outputs = [one.output for one in ended]
+    assert [output.count(line) for output in outputs] == [int(bool(word)), 0], outputs
     assert [(one.finding, one.ranks, [*one.names][:1]) for one in found] == (
         [(word, (0, 1), names)] if word else []
     )

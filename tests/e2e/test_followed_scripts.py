@@ -380,5 +380,5 @@ for number in range(4):
     assert command("record", "run", "--level=state", "--").status == 0
     done = command("verify", "run", "other")
     text = " ".join(done.text.split())
-    assert "what it keeps from earlier steps" in text, text
+    assert "what is kept from earlier steps" in text, text
     assert "data set" not in text
