@@ -12,7 +12,6 @@ import textwrap
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from time import sleep
 from typing import Any
 
 import lightning.pytorch as pl
@@ -63,7 +62,6 @@ from det_callbacks.cli import main
 from det_callbacks.findings.fit_summary import fits_of
 from det_callbacks.findings.table import RULES, find_findings
 from det_callbacks.runs.store import Run
-from det_callbacks.runs.writer import RunWriter
 from det_callbacks.verdict import Finding, Verdict
 
 pytestmark = [
@@ -372,21 +370,6 @@ class NeverAverages(Plain):
         self.trainer.strategy.model.require_backward_grad_sync = False
 
 
-class ClosesLate(NeverAverages):
-    """Rank 1, whose process this is alone, ends its files after the other rank."""
-
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        if self.global_rank == 1:
-            close = RunWriter._close_files
-
-            def close_late(writer: RunWriter, *, complete: bool) -> None:
-                sleep(1)
-                close(writer, complete=complete)
-
-            RunWriter._close_files = close_late
-
-
 RANKS: Mapping[str, tuple[dict[str, Any], list[str], str, str]] = {
     "equal batches": (
         {"model": Plain, "use_distributed_sampler": False},
@@ -402,12 +385,6 @@ RANKS: Mapping[str, tuple[dict[str, Any], list[str], str, str]] = {
     ),
     "gradients are never averaged": (
         {"model": NeverAverages},
-        ["first.weight"],
-        "unequal_replicas",
-        "first.weight",
-    ),
-    "one rank closes its files late": (
-        {"model": ClosesLate},
         ["first.weight"],
         "unequal_replicas",
         "first.weight",
